@@ -1,12 +1,13 @@
 # Set-up, checks, tests, the demo and the measurements; CI runs the same `make test` as a person.
 
-# The interpreter that makes .venv: 3.10 or newer.
+# The interpreter that makes the environment: 3.10 or newer.
 PYTHON ?= python3
 
-# A bare "torch" would be the newest one, which nothing here was tried with.
-TORCH := torch==2.13.0
-# Fits torch 2.13.0. It is installed without its dependencies, because they name torch again.
-TORCHVISION := torchvision==0.28.0
+# What is tried, oldest first. Without TORCH, `make setup` takes the newest of them that the index has for CPUs, else the
+# newest that it has for this Python.
+TESTED := 2.13.0 2.15.0
+# TORCH=2.15.0 takes this release, into an environment of its own.
+TORCH :=
 # 77 reads the licence as pyproject.toml gives it; Horovod's build needs one below 81.
 BUILD_TOOLS := 'setuptools>=77,<81' wheel
 # For its tests. A folder of its own keeps its mpirun apart from Open MPI's.
@@ -18,7 +19,7 @@ JOBS ?= 3
 # Where it is set, every process of the tests compiles what it imports of this tree.
 export PYTHONDONTWRITEBYTECODE :=
 
-VENV := .venv
+VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 # Twice quiet: errors are shown, warnings are not.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
@@ -26,15 +27,26 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 HALF := $(VENV)/.half-installed
 # Holds the checksum of what the set-up was made from.
 READY := $(VENV)/.ready
-SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/horovod_build/*.py)
+SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/csrc/* dualdist/horovod_build/*.py)
 CHECKSUM := $(shell cat $(SOURCES) | cksum)
-NEEDED := hypothesis jinja2 kubeflow.training matplotlib PIL mpi4py pydantic pytest sklearn yaml
+NEEDED := hypothesis jinja2 kubeflow.training kubeflow_trainer_api material matplotlib PIL mkdocstrings mpi4py pydantic pytest sklearn yaml
 WORKS := test -x $(BIN)/horovodrun && $(BIN)/python -Ic \
 	"import importlib.util, horovod.torch; assert all(map(importlib.util.find_spec, '$(NEEDED)'.split()))"
 
-.PHONY: setup install demo bench launch test test-all docker-test check clean
+# Prints which torch to install; one that is there and is tested stays.
+CHOOSE := have=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])' 2>/dev/null); \
+	case " $(TESTED) " in *" $$have "*) echo $$have; exit;; esac; \
+	index=$$($(BIN)/python -m pip --disable-pip-version-check index versions torch 2>/dev/null); any=$(lastword $(TESTED)); cpu=; \
+	for each in $(TESTED); do \
+		case "$$index," in *" $$each+cpu,"*) cpu=$$each;; *" $$each,"*) any=$$each;; esac; done; echo $${cpu:-$$any}
+
+.PHONY: setup install demo bench launch docs docs-serve docs-pictures test test-all test-gpu docker-test check clean
 
 setup:
+ifneq ($(origin PYTHON),file)
+	@[ -e $(HALF) ] || [ ! -x $(BIN)/python ] || [ "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" ] || { \
+		echo "$(VENV) has $$($(BIN)/python -V), not $(PYTHON): name another folder, e.g. VENV=.venv-$(notdir $(PYTHON))" >&2; exit 1; }
+endif
 	@if [ "$$(cat $(READY) 2>/dev/null)" != "$(CHECKSUM)" ]; then $(MAKE) --no-print-directory install; \
 	elif ! ($(WORKS)) >/dev/null 2>&1; then \
 		echo "$(VENV) is damaged and is made anew"; touch $(HALF); $(MAKE) --no-print-directory install; fi
@@ -46,15 +58,12 @@ install:
 		rm -rf $(VENV) && mkdir $(VENV) && touch $(HALF) && echo "making $(VENV)" && $(PYTHON) -m venv $(VENV) || { \
 		echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }; fi
 	@rm -f $(READY) && touch $(HALF)
-	@echo "installing $(TORCH)"
-	@$(PIP) $(TORCH) $(BUILD_TOOLS)
-	@echo "installing dualdist and the packages around it"
-	@$(PIP) --no-deps $(TORCHVISION)
-	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,compare,examples,curves,test]'
+	@torch=torch==$(or $(TORCH),$$($(CHOOSE))); echo "installing $$torch"; $(PIP) $$torch torchvision $(BUILD_TOOLS) && \
+		echo "installing dualdist and the packages around it" && $(PIP) $$torch --no-build-isolation \
+		--editable '.[mpi,horovod,hvd,job,bench,compare,examples,curves,test,docs,plugins]'
 	@$(PIP) --no-deps --ignore-installed --prefix $(VENV)/mpich $(MPICH)
 	@rm $(HALF)
 	@$(BIN)/dualdist install-horovod
-	@$(BIN)/python -c "import torch; v = torch.__version__; assert v.split('+')[0] == '$(TORCH)'[7:], v"
 	@($(WORKS)) >/dev/null
 	@echo "$(CHECKSUM)" >$(READY)
 
@@ -67,6 +76,18 @@ launch: setup
 		case $$job in kubernetes-*) file=launch/$$job.yaml;; *) file=launch/$$job.sh;; esac; \
 		$(BIN)/dualdist run --config launch/jobs/$$job.yaml --scheduler $${job%%-*} >$$file || exit; done
 
+# The manual, in build/docs; fails at a warning or a dead link, and needs no network.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: setup
+	$(MKDOCS) build --strict --config-file docs/mkdocs.yml
+
+docs-serve: setup
+	$(MKDOCS) serve --config-file docs/mkdocs.yml
+
+# Compares for some minutes, and wants a quiet machine and a browser. FROM=DIR takes the output of a comparison that is there.
+docs-pictures: setup
+	$(BIN)/python docs/pictures.py $(FROM)
+
 # Takes long, and wants a quiet machine. BENCH adds options to the first two, e.g. BENCH='--launches 5'.
 bench: setup
 	$(BIN)/dualdist bench step $(BENCH)
@@ -76,6 +97,11 @@ bench: setup
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
+# With TORCHES='2.13.0 2.15.0', `make test` and `make test-all` test each of these in turn, in its own environment.
+ifneq ($(TORCHES),)
+test test-all:
+	@for torch in $(TORCHES); do echo "torch $$torch"; $(MAKE) --no-print-directory $@ TORCH=$$torch TORCHES= || exit; done
+else
 # In minutes: laws, unit tests, and a smoke test of everything that a person starts.
 test: check
 	$(PYTEST) -m "not full"
@@ -83,6 +109,11 @@ test: check
 # Everything: `make test`, then every launcher with every backend, Slurm, hosts, images, and faults in their longer forms.
 test-all: test
 	$(PYTEST) -m full
+endif
+
+# On a machine with a GPU and a torch for CUDA; elsewhere its tests are skipped.
+test-gpu: setup
+	$(PYTEST) tests/launch/test_gpu.py
 
 # The images' test, with Horovod built in it, too; `make test-all` takes the wheel that set-up has built.
 docker-test: setup

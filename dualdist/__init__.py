@@ -7,7 +7,7 @@ dd.broadcast_parameters(model)
 optimizer = dd.wrap_optimizer(optimizer)
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dualdist.api import (
     backend,
@@ -31,7 +31,28 @@ from dualdist.api import (
     transport,
     wrap_optimizer,
 )
-from dualdist.errors import CheckpointError, DualdistError, TrainingError
+from dualdist.errors import (
+    AlreadyInitializedError,
+    BackendError,
+    BackendUnavailableError,
+    BuildError,
+    CheckpointError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DriftError,
+    DualdistError,
+    LaunchError,
+    MismatchError,
+    NonFiniteError,
+    NotInitializedError,
+    RankLostError,
+    RendezvousError,
+    TopologyError,
+    TorchvisionError,
+    TrainingError,
+    UnsupportedError,
+    UsageError,
+)
 from dualdist.version import __version__
 
 if TYPE_CHECKING:
@@ -64,28 +85,49 @@ if TYPE_CHECKING:
         scatter,
     )
 
-# Modules of names that are imported on first use, since they need torch, or few programs use them; those of `__all__`
-# that are neither here nor imported above are in `operations`.
-LAZY = {
-    "Metric": "ddp.metric",
-    "Sampler": "data.sampler",
-    "SyncBatchNorm": "ddp.sync_batch_norm",
-    "info": "logging",
-    "loader": "data.loader",
-    "print": "logging",
-    "progress": "logging",
-    "run": "launch.spawn",
-    "setup_logging": "logging",
-    "spawn": "launch.spawn",
+# The module of each name that is imported on first use: it needs torch, or few programs use it. For type checkers and
+# editors the same names stand above.
+_LAZY = {
+    name: module
+    for module, names in (
+        ("data.loader", "loader"),
+        ("data.sampler", "Sampler"),
+        ("ddp.metric", "Metric"),
+        ("ddp.sync_batch_norm", "SyncBatchNorm"),
+        ("elastic", "elastic"),
+        ("launch.spawn", "run spawn"),
+        ("logging", "info print progress setup_logging"),
+        ("operations", "allgather allgather_object allreduce allreduce_ alltoall barrier broadcast broadcast_"),
+        ("operations", "broadcast_object broadcast_optimizer_state broadcast_parameters gather grouped_allgather"),
+        ("operations", "grouped_allreduce grouped_allreduce_ grouped_reducescatter join reducescatter scatter"),
+    )
+    for name in names.split()
 }
 
 __all__ = [
+    "AlreadyInitializedError",
+    "BackendError",
+    "BackendUnavailableError",
+    "BuildError",
     "CheckpointError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "DriftError",
     "DualdistError",
+    "LaunchError",
     "Metric",
+    "MismatchError",
+    "NonFiniteError",
+    "NotInitializedError",
+    "RankLostError",
+    "RendezvousError",
     "Sampler",
     "SyncBatchNorm",
+    "TopologyError",
+    "TorchvisionError",
     "TrainingError",
+    "UnsupportedError",
+    "UsageError",
     "__version__",
     "allgather",
     "allgather_object",
@@ -137,18 +179,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
-    import importlib
+if not TYPE_CHECKING:  # else a type checker would take any name for one that there is
 
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "elastic":
-        return importlib.import_module("dualdist.elastic")
-    module = importlib.import_module(f"dualdist.{LAZY.get(name, 'operations')}")
-    globals()[name] = getattr(module, name)
-    return globals()[name]
+    def __getattr__(name):
+        """Import a public name on first use."""
+        import importlib
+
+        if name not in _LAZY:
+            from dualdist.utils.suggest import OUR_NAMES
+
+            hint = f"; call dd.{OUR_NAMES[name]}" if name in OUR_NAMES else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        module = importlib.import_module(f"dualdist.{_LAZY[name]}")
+        globals()[name] = module if name == "elastic" else getattr(module, name)
+        return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from dualdist import session
 from dualdist.collectives.arguments import as_path, require_flags
 from dualdist.collectives.dynamo import disable_compile
+from dualdist.utils.suggest import explain_keywords
 
 if TYPE_CHECKING:
     import torch
 
     from dualdist.checkpoint.save_load import CheckpointSaver, PendingSave
+    from dualdist.collectives.arguments import Reduction
     from dualdist.collectives.group import Group
     from dualdist.data.sampler import Sampler
     from dualdist.ddp.bucket_plan import GradientOp
@@ -27,6 +29,7 @@ OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
 SAVER = "checkpoints"  # key in a session's extras
 
 
+@explain_keywords
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Initialize dualdist: join the job, choose a backend and make this rank's GPU the current device.
 
@@ -218,6 +221,10 @@ def remove_group(group: Group) -> None:
     Args:
         group: a group of new_group(), created since init().
 
+    Raises:
+        MismatchError: the ranks passed different groups; raised on every rank.
+        UsageError: the group is not one of this session, or has been removed.
+
     Example:
         >>> dd.remove_group(dd.new_group([0]))
     """
@@ -237,6 +244,9 @@ def wrap_optimizer(
     bucket_cap_mb: float = 25,
     first_bucket_mb: float = 1,
     check_every: int | None = None,
+    gradient_as_bucket_view: bool = True,
+    reduction: Reduction | None = None,
+    shard: bool = False,
     group: Group | None = None,
 ) -> OptimizerT:
     """Reduce the gradients of the optimizer's parameters over all ranks whenever a backward() returns.
@@ -266,6 +276,16 @@ def wrap_optimizer(
             less than twice this size share one bucket.
         check_every: if given, step() checks the reduced gradients for NaN and infinity, and before the first and every
             `check_every`-th step compares the parameters between ranks. The check waits for the GPU.
+        gradient_as_bucket_view: make the reduced gradients views of the buckets, as in DistributedDataParallel. They
+            are valid until the next backward(); a program that needs them for longer clones them. With False, and with
+            `check_every`, they are copied to the tensors that autograd made.
+        reduction: "ordered" adds gradients in the order of ranks, element by element, so that on CPUs a training ends
+            with the same bits on every backend, transport and number of hosts, and with any bucket size; gradients
+            below 32 bits are added in float32 and rounded once. "unordered" adds as the transport does. If None,
+            DUALDIST_REDUCTION, else "unordered".
+        shard: divide the optimizer's state between the ranks (ZeRO stage 1, Rajbhandari et al., SC 2020). Every rank
+            has all parameters and gradients, and the state of about 1/size of the parameters; step() updates those and
+            sends them to the others. Parameters end with the bits that they have without it.
         group: a group of new_group(), or None for all ranks.
 
     Returns:
@@ -273,18 +293,22 @@ def wrap_optimizer(
 
     Raises:
         MismatchError: the ranks' parameters or arguments differ; raised on every rank.
-        UnsupportedError: a parameter is not dense.
-        UsageError: an argument is invalid, or the optimizer is wrapped already.
+        UnsupportedError: a parameter is not dense, or is a DTensor, as of FSDP.
+        UsageError: an argument is invalid, the optimizer is wrapped already, or DistributedDataParallel has its model;
+            or what is "ordered" was to be compressed, or reduced by "adasum"; or an optimizer that steps on all
+            parameters together, such as LBFGS, was to be sharded.
 
-        From a later step(), on every rank, before anything has changed, so that training can continue:
+        From the first backward(), on every rank:
 
-        DriftError: with `check_every`, the ranks hold different parameters.
-        NonFiniteError: with `check_every`, gradients are not finite; names them and the ranks that caused it. Not
-            raised if a loss scaler will skip the step, or the program has replaced the gradients.
+        DriftError: the ranks began with different parameters; call broadcast_parameters() before.
+        DriftError: from a later step() with `check_every`, on every rank: the ranks hold different parameters. Nothing
+            has changed, and training can continue.
+        NonFiniteError: in the same way: gradients are not finite; names them and the ranks that caused it. Not raised
+            if a loss scaler will skip the step, or the program has replaced the gradients.
 
     Note:
-        - Afterwards gradients are views of the buckets, as with gradient_as_bucket_view=True in DDP, unless the program
-          holds a reference to the previous .grad.
+        - The optimizer owns the reduction: when it is deleted, gradients are no longer reduced.
+        - A gradient is copied to its bucket after the hooks of its parameter: these may change it, others may not.
         - Between two steps every rank runs the same number of backwards. A rank whose backward used none of the
           parameters takes part in step(); it must not clip or unscale gradients before.
         - With op="sum" reduce once between two zero_grad() or step() calls, as a second reduction would sum again.
@@ -292,6 +316,8 @@ def wrap_optimizer(
         - Parameters added by add_param_group or unfrozen later are reduced, too. A parameter of two wrapped optimizers
           is reduced by the newer one.
         - Parameters are not compared while some ranks have joined; see join().
+        - With shard=True state_dict() returns the full state, in CPU memory, and every rank calls it; load_state_dict()
+          takes a full state and keeps this rank's part. Ranks must not join() while others step.
         - The wrapper ends with the session: after shutdown() and init() wrap the optimizer again.
 
     Example:
@@ -314,9 +340,12 @@ def wrap_optimizer(
         bucket_bytes("bucket_cap_mb", bucket_cap_mb),
         bucket_bytes("first_bucket_mb", first_bucket_mb),
         validate_check_every(check_every),
+        gradient_as_bucket_view,
+        reduction=reduction,
+        shard=shard,
     )
     ddp_optimizer.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, config, accumulate)
-    session.record_steps(optimizer)
+    session.record_steps(optimizer, reduction)
     return optimizer
 
 
@@ -424,7 +453,8 @@ def load_checkpoint(
         **objects: further objects with a load_state_dict().
 
     Returns:
-        The plain data that were saved, or None, and nothing has changed, if the folder has no checkpoint or is missing.
+        The plain data that were saved, in a dict that is true even if it is empty; or None, and nothing has changed, if
+        the folder has no checkpoint or is missing.
 
     Raises:
         CheckpointError: no file is valid, names or shapes differ, or an object refuses its state; raised on every
@@ -482,9 +512,9 @@ def check_consistency(
     Example:
         >>> dd.check_consistency(torch.nn.Linear(2, 1))
     """
-    from dualdist.collectives import drift
+    from dualdist.collectives import consistency
 
-    drift.check_consistency(session.group_or_world(group), model, buffers=buffers)
+    consistency.check_consistency(session.group_or_world(group), model, buffers=buffers)
 
 
 @disable_compile

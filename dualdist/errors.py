@@ -24,8 +24,6 @@
 Every message states what was found, what was expected and what to do. Catch DualdistError for all of them.
 """
 
-from __future__ import annotations
-
 
 class DualdistError(Exception):
     """The base class of all dualdist exceptions."""

@@ -1,7 +1,5 @@
 """Print, log and show progress by rank."""
 
-from __future__ import annotations
-
 import builtins
 import logging
 import sys
@@ -22,6 +20,8 @@ DRAW_S, LINE_S = 0.1, 60.0
 
 def print(*values: object, rank: int | None = 0, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
     """Print on one rank, or on all ranks with each line prefixed by the rank; flushes.
+
+    Under `dualdist run --tag-output`, which prefixes every line, no prefix is added.
 
     Args:
         *values: as for the built-in print.
@@ -44,11 +44,11 @@ def print(*values: object, rank: int | None = 0, sep: str = " ", end: str = "\n"
         raise UsageError(f"rank={rank}: expected a rank of this job, 0 to {topology.size - 1}, or None for all")
     if rank not in (None, topology.rank):
         return
-    if rank is None:
-        text = sep.join(map(str, values))
-        # One write, since several ranks may share a terminal.
-        values = ("\n".join(f"[{topology.rank}] {line}" for line in text.split("\n")),)
-    builtins.print(*values, sep=sep, end=end, file=file, flush=True)
+    text = sep.join(map(str, values))
+    if rank is None and session.output_mode() != "tagged":
+        text = "\n".join(f"[{topology.rank}] {line}" for line in text.split("\n"))
+    # One write: ranks share a terminal, and mpirun tags each piece that an unbuffered rank writes.
+    builtins.print(text + end, end="", file=file, flush=True)
 
 
 def info() -> str:
@@ -117,7 +117,7 @@ def _level_number(level: int | str) -> int:
 def progress(items: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
     """Iterate over `items`, showing the progress on rank 0's standard error.
 
-    On a terminal this is a bar; elsewhere one line a minute, and one at the end.
+    On a terminal, also that of `dualdist run`, this is a bar; elsewhere one line a minute, and one at the end.
 
     Args:
         items: what to iterate over.
@@ -153,7 +153,7 @@ class _ProgressBar:
         self._total = total
         self._out = out
         self._now = now
-        self._is_terminal = out.isatty()
+        self._is_terminal = out.isatty() or session.output_mode() == "terminal"
         self._done = 0
         self._began = self._drawn_at = now()
         self._width = 0

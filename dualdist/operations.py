@@ -1,4 +1,4 @@
-"""The collectives that a training script calls; each delegates to its description in the session."""
+"""The collectives that a training script calls; each runs its description in collectives/collectives.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from dualdist.collectives import broadcast_state, collectives, fast_allreduce, traced_allreduce
-from dualdist.collectives.arguments import as_list, as_tensor
+from dualdist.collectives.arguments import Reduction, as_list, as_tensor
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import Op
 from dualdist.collectives.work import Collective, Handle
 from dualdist.ddp import join as ddp_join
+from dualdist.ddp.optimizer import require_whole_state
 from dualdist.session import find_group, group_or_world
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class Scaled(Common, total=False):
 
     prescale: float
     postscale: float
+    reduction: Reduction | None
 
 
 _allreduce_operator = traced_allreduce.define_allreduce("dualdist::allreduce", find_group)
@@ -51,16 +53,17 @@ def _call(collective: Collective[T], async_op: bool) -> T | Handle[T]:
 
 
 def _reduction(
-    tensors: Tensors,
     op: Op,
     *,
     name: str | None = None,
     group: Group | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> tuple[Group, Tensors, Op, str | None, float, float]:
-    """Return the arguments of the description of a reduction."""
-    return group_or_world(group), tensors, op, name, prescale, postscale
+    reduction: Reduction | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of the description of a reduction, without the tensors."""
+    scales = {"prescale": prescale, "postscale": postscale}
+    return {"group": group_or_world(group), "op": op, "name": name, "reduction": reduction, **scales}
 
 
 def _like(model: F) -> Callable[[Callable[..., Any]], F]:
@@ -96,6 +99,7 @@ def allreduce(
     group: Group | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    reduction: Reduction | None = None,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
     """Reduce a tensor over all ranks into a new tensor; every rank of the group calls this.
@@ -112,23 +116,27 @@ def allreduce(
         group: a group of new_group(), or None for all ranks.
         prescale: the tensor is multiplied by this before the reduction.
         postscale: the result is multiplied by this.
+        reduction: "ordered" adds in the order of ranks, element by element, so that the result has the same bits on
+            every backend, transport and number of hosts; numbers below 32 bits are added in float32 and rounded once.
+            "unordered" adds as the transport does. If None, DUALDIST_REDUCTION, else "unordered".
         async_op: return a handle at once; leave `tensor` unchanged until its wait(). No gradient flows.
 
     Returns:
         A tensor of the same shape, or with async_op=True a handle whose wait() returns it.
 
     Raises:
-        MismatchError: the ranks passed different shapes, dtypes, ops or names; raised on every rank.
+        MismatchError: the ranks passed different shapes, dtypes, ops, names or reductions; raised on every rank.
         CollectiveTimeoutError: a rank did not call this within the timeout_s of init().
-        UsageError: an argument is invalid.
+        UsageError: an argument is invalid, or "adasum" was to be "ordered".
 
     Example:
         >>> dd.allreduce(torch.tensor([1.0, 2.0]), postscale=2.0)
         tensor([2., 4.])
     """
+    scales, members = (prescale, postscale), group_or_world(group)
     if async_op:
-        return collectives.allreduce(group_or_world(group), as_tensor(tensor), op, name, prescale, postscale).start()
-    return fast_allreduce.allreduce(group_or_world(group), tensor, op, name, prescale, postscale)
+        return collectives.allreduce(members, as_tensor(tensor), op, name, *scales, reduction=reduction).start()
+    return fast_allreduce.allreduce(members, tensor, op, name, *scales, reduction=reduction)
 
 
 @_like(allreduce)
@@ -145,10 +153,10 @@ def allreduce_(tensor: Tensor, op: Op = "mean", *, async_op: bool = False, **opt
         >>> dd.allreduce_(tensor, op="sum") is tensor
         True
     """
-    arguments = _reduction(tensor, op, **options)
+    arguments = _reduction(op, **options)
     if async_op:
-        return collectives.allreduce(*arguments, in_place=True).start()
-    return fast_allreduce.allreduce(*arguments, in_place=True)
+        return collectives.allreduce(tensors=as_tensor(tensor), in_place=True, **arguments).start()
+    return fast_allreduce.allreduce(tensor=tensor, in_place=True, **arguments)
 
 
 @overload
@@ -168,6 +176,7 @@ def grouped_allreduce(
     group: Group | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    reduction: Reduction | None = None,
     async_op: bool = False,
 ) -> list[Tensor] | Handle[list[Tensor]]:
     """Reduce several tensors over all ranks, in one message per dtype; all of them or none.
@@ -182,9 +191,9 @@ def grouped_allreduce(
         >>> dd.grouped_allreduce([torch.ones(2), torch.tensor([3])], op="sum")
         [tensor([1., 1.]), tensor([3])]
     """
-    return _call(
-        collectives.allreduce(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op
-    )
+    scales = prescale, postscale
+    collective = collectives.allreduce(group_or_world(group), as_list(tensors), op, name, *scales, reduction=reduction)
+    return _call(collective, async_op)
 
 
 @_like(grouped_allreduce)
@@ -201,7 +210,8 @@ def grouped_allreduce_(tensors: Sequence[Tensor], op: Op = "mean", *, async_op: 
         >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
         True
     """
-    return _call(collectives.allreduce(*_reduction(as_list(tensors), op, **options), in_place=True), async_op)
+    arguments = _reduction(op, **options)
+    return _call(collectives.allreduce(tensors=as_list(tensors), in_place=True, **arguments), async_op)
 
 
 @overload
@@ -366,6 +376,8 @@ def reducescatter(tensor: Tensor, op: Op = "mean", *, async_op: bool = False, **
     Args:
         tensor: of the same shape, with at least one dimension, and dtype on every rank.
         op, name, group, prescale, postscale, async_op: as for allreduce(), without "adasum".
+        reduction: rows are added in rank order in any case; an "ordered" mean of numbers below 32 bits is rounded once,
+            after the division.
 
     Returns:
         A new tensor, or with async_op=True a handle whose wait() returns it.
@@ -379,7 +391,7 @@ def reducescatter(tensor: Tensor, op: Op = "mean", *, async_op: bool = False, **
                 [1.],
                 [1.]])
     """
-    return _call(collectives.reducescatter(*_reduction(as_tensor(tensor), op, **options)), async_op)
+    return _call(collectives.reducescatter(tensors=as_tensor(tensor), **_reduction(op, **options)), async_op)
 
 
 @_like(grouped_allreduce)
@@ -396,7 +408,7 @@ def grouped_reducescatter(tensors: Sequence[Tensor], op: Op = "mean", *, async_o
         >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
         [tensor([1.]), tensor([0.])]
     """
-    return _call(collectives.reducescatter(*_reduction(as_list(tensors), op, **options)), async_op)
+    return _call(collectives.reducescatter(tensors=as_list(tensors), **_reduction(op, **options)), async_op)
 
 
 @overload
@@ -520,8 +532,12 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
         root: a rank of the job that is in the group.
         group: a group of new_group(), or None for all ranks.
 
+    Returns:
+        `obj` itself on root, a copy on the other ranks.
+
     Raises:
         MismatchError: the ranks passed different roots; raised on every rank.
+        UsageError: the object cannot be pickled; raised on every rank.
 
     Example:
         >>> dd.broadcast_object({"lr": 0.1})
@@ -539,6 +555,12 @@ def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     Args:
         obj: a picklable object.
         group: a group of new_group(), or None for all ranks.
+
+    Returns:
+        A list of `size` objects, of which this rank's own is `obj` itself.
+
+    Raises:
+        UsageError: an object cannot be pickled; raised on every rank.
 
     Example:
         >>> dd.allgather_object(f"rank {dd.rank()}")
@@ -586,9 +608,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
 
     Raises:
         MismatchError: the ranks' optimizers differ; raised on every rank.
+        UsageError: the optimizer was wrapped with shard=True.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
     """
+    require_whole_state(optimizer, "broadcast before dd.wrap_optimizer, or load a checkpoint")
     broadcast_state.broadcast_optimizer_state(group_or_world(group), optimizer, root)

@@ -8,14 +8,15 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dualdist.backends import registry
 from dualdist.backends.horovod.driver import is_elastic, next_slot
-from dualdist.collectives.arguments import as_ints
+from dualdist.collectives.arguments import REDUCTIONS, Reduction, as_ints
 from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
@@ -31,6 +32,8 @@ from dualdist.monitoring import failed_exit
 from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT, check_choice
 from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_exchange, open_session
 from dualdist.utils import tracebacks
+from dualdist.utils.suggest import require_choice
+from dualdist.utils.variables import OUTPUT, unknown_variables
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
 # If set, rank 0 prints a table of slow ranks at the end.
 SLOW_RANKS = "DUALDIST_SLOW_RANKS"
+# The default of the argument `reduction`.
+REDUCTION = "DUALDIST_REDUCTION"
 
 
 @dataclass
@@ -104,13 +109,18 @@ def rank_and_size() -> tuple[int, int]:
     return topology.rank, topology.size
 
 
-def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
-    """Open the session; see dualdist.api.init."""
+def output_mode() -> str:
+    """Return how `dualdist run` shows what this rank writes: "tagged", "terminal" or ""."""
+    return os.environ.get(OUTPUT, "")
+
+
+def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_group: bool = True) -> None:
+    """Open the session; see dualdist.api.init. The native backend sets torch's default group up if told to."""
     tracebacks.install_hooks(os.environ)
     if _process.session is not None:
         raise AlreadyInitializedError(
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
-            f"{_process.session.topology.size} already. Call dd.shutdown() first"
+            f"{_process.session.topology.size} already. Call dd.shutdown() first, as to run a notebook's cell again"
         )
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_s={timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
@@ -118,27 +128,22 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     for name in _process.exported:
         environ.pop(name, None)
     _process.exported = ()
-    requested = check_choice(backend or environ.get(BACKEND) or "auto", registry.choices(), "backend", BACKEND)
-    transport = check_choice(environ.get(TRANSPORT) or "", ("", *registry.transports()), "transport", TRANSPORT)
+    requested, transport = requested_choice(backend, environ)
     name = _next_name(environ, timeout_s)
     _process.sessions += 1
     if _process.sessions == 1:
         atexit.register(_exit_if_failed)  # registered before the backend's callbacks, so it runs after them
+    reduction = environ.get(REDUCTION) or "unordered"
+    require_choice(reduction, REDUCTIONS, REDUCTION)
     plan = _recording_plan(environ)
-    session = open_session(
+    topology = detect(environ)
+    for problem in unknown_variables(environ) if topology.rank == 0 else ():
+        warnings.warn(problem, stacklevel=4)  # the line of the program that calls dd.init()
+    session = open_as_requested(
         requested,
-        SessionConfig(detect(environ), environ, transport, name, timeout_s, _process.rendezvous_store),
-        _print_choice,
+        SessionConfig(topology, environ, transport, name, timeout_s, _process.rendezvous_store, sets_default_group),
     )
-    spec = registry.find(session.backend.name)
-    # A single rank has nothing to share memory with.
-    is_single_shm = session.topology.size == 1 and transport == "shm" and spec is not None and "shm" in spec.transports
-    if transport not in ("", session.backend.transport) and session.backend.transport != "none" and not is_single_shm:
-        session.close()
-        raise UnsupportedError(
-            f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "
-            "here: unset it, or choose a backend and a launcher that support it"
-        )
+    session.world.reduction = cast("Reduction", reduction)
     _process.session, _process.ignored_failure = session, ""
     if environ.get(TIMELINE):
         _start_timeline(session, environ[TIMELINE])
@@ -150,6 +155,35 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
         atexit.register(report)  # for programs that end without shutdown()
     if plan is not None and _process.recorder is None:
         _process.recorder = _recorder(session, *plan, began)
+
+
+def requested_choice(backend: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the backend and the transport, "" for any; raise UsageError if there is none of the name."""
+    requested, transport = backend or environ.get(BACKEND) or registry.AUTO, environ.get(TRANSPORT, "")
+    if requested not in registry.CHOICES:
+        check_choice(requested, registry.choices(), "backend", BACKEND)
+    if transport:
+        check_choice(transport, registry.transports(), "transport", TRANSPORT)
+    return requested, transport
+
+
+def _has_shm(backend: str) -> bool:
+    spec = registry.find(backend)
+    return spec is not None and "shm" in spec.transports
+
+
+def open_as_requested(requested: str, config: SessionConfig) -> Session:
+    """Open a session; raise UnsupportedError if it runs over another transport than the requested one."""
+    session, transport = open_session(requested, config, _print_choice), config.transport
+    # A single rank has nothing to share memory with.
+    is_single_shm = session.topology.size == 1 and transport == "shm" and _has_shm(session.backend.name)
+    if transport not in ("", session.backend.transport) and session.backend.transport != "none" and not is_single_shm:
+        session.close()
+        raise UnsupportedError(
+            f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "
+            "here: unset it, or choose a backend and a launcher that support it"
+        )
+    return session
 
 
 def _next_name(environ: MutableMapping[str, str], timeout_s: float) -> str:
@@ -218,10 +252,10 @@ def _print_choice(message: str) -> None:
         print(f"dualdist: {message}", file=sys.stderr, flush=True)
 
 
-def record_steps(optimizer: torch.optim.Optimizer) -> None:
+def record_steps(optimizer: torch.optim.Optimizer, reduction: str | None = None) -> None:
     """Record the wrapped optimizer's steps for `dualdist compare` and the timeline, if either is active."""
     if _process.recorder is not None:
-        _process.recorder.attach(optimizer)
+        _process.recorder.attach(optimizer, reduction)
     if _process.timeline is not None:
         _process.timeline.listener.attach(optimizer)
 
@@ -277,7 +311,8 @@ def new_group(ranks: Sequence[int]) -> Group:
     index, timeout_s = backend.rank, backend.timeout_s
     exchange = open_exchange(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
     _process.groups += 1
-    group = Group(backend, Monitor(world.monitor.probe, members), mailbox=exchange, number=_process.groups)
+    group = Group(backend, Monitor(world.monitor.probe, members), host_ranks=exchange, number=_process.groups)
+    group.reduction = world.reduction
     session.groups.append(group)
     set_observers(group)
     return group

@@ -1,7 +1,5 @@
 """Topology: this rank's numbers in the job, and the address of rank 0."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

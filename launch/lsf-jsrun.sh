@@ -27,4 +27,4 @@ export "${variables[@]}"
 export DUALDIST_RENDEZVOUS="file://$LS_SUBCWD/.dualdist-$LSB_JOBID"
 jsrun --nrs "$ranks" --rs_per_host "$ranks_per_node" --tasks_per_rs 1 \
     --cpu_per_rs "$cpus_per_rank" --gpu_per_rs "$gpus_per_rank" --bind "packed:$cpus_per_rank" \
-    python "${program[@]}"
+    python -m dualdist exec "${program[@]}"

@@ -36,7 +36,7 @@ job() {
     export "${variables[@]}"
     "$(command -v mpirun)" -n "$LSB_DJOB_NUMPROC" --bind-to none \
         env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}" \
-        python "${program[@]}"
+        python -m dualdist exec "${program[@]}"
 }
 job &
 while kill -0 "$!" 2> /dev/null; do

@@ -26,4 +26,4 @@ setup
 export "${variables[@]}"
 "$(command -v mpirun)" -n "$(wc -l < "$PBS_NODEFILE")" --bind-to none --machinefile "$PBS_NODEFILE" \
     env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}" \
-    python "${program[@]}"
+    python -m dualdist exec "${program[@]}"

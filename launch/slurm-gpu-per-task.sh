@@ -25,4 +25,4 @@ set -eo pipefail
 setup
 export "${variables[@]}"
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-srun --kill-on-bad-exit=1 python "${program[@]}"
+srun --kill-on-bad-exit=1 python -m dualdist exec "${program[@]}"

@@ -43,4 +43,4 @@ for name in $(compgen -e); do
 done
 env -i "${kept[@]}" "${variables[@]}" \
     horovodrun --gloo -np "$SLURM_NTASKS" -H "$hosts" \
-        python "${program[@]}"
+        python -m dualdist exec "${program[@]}"

@@ -26,4 +26,4 @@ setup
 export "${variables[@]}"
 "$(command -v mpirun)" -n "$SLURM_NTASKS" --bind-to none \
     env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}" \
-    python "${program[@]}"
+    python -m dualdist exec "${program[@]}"

@@ -34,7 +34,7 @@ job() {
     setup
     export "${variables[@]}"
     export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-    srun --kill-on-bad-exit=1 python "${program[@]}"
+    srun --kill-on-bad-exit=1 python -m dualdist exec "${program[@]}"
 }
 job &
 while kill -0 "$!" 2> /dev/null; do

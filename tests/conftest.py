@@ -1,7 +1,5 @@
 """Fixtures of all tests: leak checks, a clean environment for programs, clusters and hosts."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -25,7 +23,9 @@ LEFT_S = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="tests of faults in their long form, which takes an hour")
+    parser.addoption(
+        "--long", action="store_true", help="tests of faults and random programs in their long form, for hours"
+    )
     parser.addoption("--costs", type=Path, help="write the seconds and CPU seconds of each test to this file")
 
 

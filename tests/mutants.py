@@ -150,7 +150,7 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tree"
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
+        ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, self._folder, ignore=ignored)
 
     def passes(self, mutants: Sequence[Mutant], commands: Sequence[Sequence[str]]) -> bool:

@@ -1,1 +1,4 @@
-"""Backends, which move tensors between ranks; registry.py finds them by name."""
+"""Backends, which move tensors between ranks.
+
+To add one, implement the Backend of base.py and register a BackendSpec: see registry.py.
+"""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import re
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from dualdist.topology import RankLocation, Topology
 
-ReduceOp = Literal["sum", "min", "max", "product"]
-# The region of buffers without reserved memory.
-UNRESERVED = -1
+# The transports' ops; "mean" only where Backend.mean_devices says so.
+ReduceOp = Literal["sum", "min", "max", "product", "mean"]
+# Of the allreduce of a bucket: its optimizer, layout and index, and its elements without the flags.
+BUCKET_NAME = re.compile(r"gradients\.\d+\.\d+\.(\d+)/(\d+)(\.scatter|\.gather)?")
 # For backends that copy a tensor without reducing it with another.
 ALL_DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 # In lower-case errors of transports when a wait times out, and when a rank has ended.
@@ -48,16 +49,14 @@ class Store(Protocol):
     def has(self, key: str) -> bool:
         """Return True if `key` is set, without waiting."""
 
-    def disconnect(self) -> None:
-        """Close this process's connections to the store, so that threads waiting for an answer return."""
-
 
 @dataclass(frozen=True)
 class InitContext:
     """Arguments that a backend is started with.
 
     Before rendezvous (BackendSpec.start_early) there are no `locations`, no `store` and no `interface`, the topology
-    may still be inferred, and `device` is the kind only.
+    may still be inferred, and `device` is the kind only. `sets_default_group`: native also sets torch.distributed's
+    default group up, for DDP and others.
     """
 
     topology: Topology
@@ -69,6 +68,7 @@ class InitContext:
     locations: Sequence[RankLocation] = ()  # in rank order
     store: Store | None = None  # None if there is one rank
     interface: str | None = None  # network interface towards the other nodes; None if there are none
+    sets_default_group: bool = True
 
 
 class Work(Protocol):
@@ -79,29 +79,6 @@ class Work(Protocol):
 
     def wait(self) -> torch.Tensor:
         """Finish the operation and return its result; raise CollectiveError. On CUDA only the current stream waits."""
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """A function applied in place to the first `count` elements of a result, one chunk at a time."""
-
-    count: int
-    apply: Callable[[torch.Tensor], object]
-
-
-class Buffer(Protocol):
-    """Memory for one tensor that is reduced repeatedly."""
-
-    values: torch.Tensor  # flat; this rank's input of the next reduction
-    memory: torch.Tensor  # owns the storage of `values`: the same object for all buffers in the same memory
-    applies_epilogue: bool  # else the caller does, on the result
-
-    def allreduce(self, op: ReduceOp, name: str, epilogue: Epilogue) -> Work:
-        """Start to reduce the values over all ranks.
-
-        The result is in `values`. It is read-only where ranks share the memory, and valid until the next reduction
-        starts.
-        """
 
 
 @dataclass(frozen=True)
@@ -125,7 +102,11 @@ class LazyDescription:
 
     def __str__(self) -> str:
         kind, name, tensor = self._operation
-        return f"{kind} {name!r} of {str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if bucket := BUCKET_NAME.fullmatch(name):
+            of_dtype = "" if bucket[3] else f" of {dtype}"  # else bytes are sent: Note [rank order]
+            return f"reduction of gradients, bucket {bucket[1]} of {bucket[2]} elements{of_dtype}"
+        return f"{kind} {name!r} of {dtype}{tuple(tensor.shape)}"
 
 
 class Backend(Protocol):
@@ -144,36 +125,24 @@ class Backend(Protocol):
     supported_reduce_dtypes: frozenset[torch.dtype]  # of allreduce_; callers convert tensors of other dtypes
     traceable: bool  # torch.compile may keep an allreduce in its graph
     done_means_all_started: bool  # an allreduce_ is done(), without wait(), once all ranks have started it
+    mean_devices: frozenset[str]  # of floats that allreduce_ takes the mean of, as fast as the sum
+    rank_order_devices: frozenset[str]  # of floats that allreduce_ adds and multiplies in the order of ranks
 
     @property
     def is_open(self) -> bool:
         """Return True until close()."""
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
-        """Replace `buffer` on every rank by the reduction over all ranks."""
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
+        """Replace `buffer` on every rank by the reduction over all ranks; of another tensor, if one is given."""
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> Work:
-        """Concatenate tensors of equal shape in rank order: (n, *s) -> (size*n, *s)."""
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+        """Concatenate tensors of equal shape in rank order, (n, *s) -> (size*n, *s); in `output`, if one is given."""
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
         """Replace `buffer` on every rank by that of index `root` in `ranks`."""
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
         """Send the next sent[i] elements of a flat tensor to each rank i; the result has received[i] from rank i."""
-
-    def reserve(self, nbytes: int, device: torch.device) -> int:
-        """Reserve a region for buffers of `nbytes` on every rank, which all call this; return its number, the same on
-        all, or UNRESERVED.
-        """
-
-    def buffer(self, region: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
-        """Return buffer `number` of a region, uninitialised; None if there is no memory for another one.
-
-        Number 0 always exists. Each rank chooses the number for every reduction without asking the others.
-        """
-
-    def release(self, region: int) -> None:
-        """Stop using a region, on every rank. Tensors that still refer to its memory stay readable."""
 
     def duplicate(self, key: str) -> Backend:
         """Connect the same ranks again, so that operations on the new backend do not queue behind this one's."""
@@ -188,40 +157,35 @@ class Backend(Protocol):
         """Disconnect; no operation may be running on any rank. Every rank of the job closes a subgroup."""
 
 
-def storage_uses(tensor: torch.Tensor) -> int:
-    """Count the tensors in the same storage."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+class ReceiveWork(Work, Protocol):
+    """A running receive."""
+
+    def source(self) -> int:
+        """Return the index of the rank that sent, once wait() has returned."""
 
 
-class PrivateBuffer:
-    """A Buffer in this rank's own memory, reduced in place."""
+@runtime_checkable
+class PointToPoint(Protocol):
+    """A backend that also moves tensors between two ranks, and whose subgroup() only the members need to call."""
 
-    applies_epilogue = False
+    def connect_peers(self) -> None:
+        """Prepare send() and receive_(); every rank calls this."""
 
-    def __init__(self, values: torch.Tensor, allreduce_: Callable[[torch.Tensor, ReduceOp, str], Work]) -> None:
-        self.values = self.memory = values
-        self._allreduce_ = allreduce_
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
+        """Send a contiguous tensor to the rank of index `to`."""
 
-    def allreduce(self, op: ReduceOp, name: str, epilogue: Epilogue) -> Work:
-        return self._allreduce_(self.values, op, name)
+    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> ReceiveWork:
+        """Fill a contiguous tensor by what the rank of index `source`, or any, sends with this tag."""
 
 
-class PrivateBuffers:
-    """Base class of a backend whose ranks share no memory: implements reserve, buffer and release."""
+def gathered(tensor: torch.Tensor, size: int, output: torch.Tensor | None) -> torch.Tensor:
+    """Return where an allgather of `tensor` puts its result: in `output`, if one is given."""
+    return tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:])) if output is None else output
 
-    @abstractmethod
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
-        """See Backend.allreduce_."""
 
-    def reserve(self, nbytes: int, device: torch.device) -> int:
-        return UNRESERVED
-
-    def buffer(self, region: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> PrivateBuffer:
-        return PrivateBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
-
-    def release(self, region: int) -> None:
-        """Release nothing."""
+def filled(buffer: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+    """Return the buffer, with the values of `source` if one is given."""
+    return buffer if source is None else buffer.copy_(source)
 
 
 class CompletedWork:
@@ -237,6 +201,20 @@ class CompletedWork:
         return self._result
 
 
+class ConvertedWork:
+    """Work whose wait() returns `convert` of the result: mostly its copy in another tensor."""
+
+    def __init__(self, work: Work, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._work = work
+        self._convert = convert
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> torch.Tensor:
+        return self._convert(self._work.wait())
+
+
 def timeout_error(timeout_s: float) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
 
@@ -244,5 +222,5 @@ def timeout_error(timeout_s: float) -> CollectiveTimeoutError:
 def peer_error(text: str, shown: str, timeout_s: float) -> CollectiveError | None:
     """Return the exception for a transport's error in lower case if another rank is lost or late, else None."""
     if any(word in text for word in PEER_LOST):
-        return RankLostError(f"another rank ended or its connection broke ({shown})")
+        return RankLostError(f"another rank called dd.shutdown() or ended, or its connection broke ({shown})")
     return timeout_error(timeout_s) if any(word in text for word in TIMED_OUT) else None

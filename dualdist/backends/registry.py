@@ -27,6 +27,7 @@ AUTO, NATIVE, HOROVOD, MPI = "auto", "native", "horovod", "mpi"
 SINGLE = "single"  # taken by "auto" for one process without a launcher; not to be asked for
 # pyproject.toml declares the same ones; these are found without the package's metadata, as in a source tree.
 BUILTIN = {name: f"dualdist.backends.{name}:SPEC" for name in (NATIVE, HOROVOD, MPI, SINGLE)}
+CHOICES = (AUTO, NATIVE, HOROVOD, MPI)  # those of choices() that need no search of all installed packages
 HOROVOD_LIBRARY = "horovod.torch"
 NO_TORCH = "torch is not installed"
 
@@ -102,12 +103,18 @@ def _registered() -> dict[str, BackendSpec]:
     return {}
 
 
+def _builtin_points() -> dict[str, EntryPoint]:
+    from importlib.metadata import EntryPoint  # here, as `import dualdist` needs neither
+
+    return {name: EntryPoint(name, value, GROUP) for name, value in BUILTIN.items()}
+
+
 @functools.cache
 def _entry_points() -> dict[str, EntryPoint]:
     """Return the entry points of the group by name; raise UsageError if two packages use one name."""
-    from importlib.metadata import EntryPoint, entry_points  # 10 ms that `import dualdist` need not take
+    from importlib.metadata import entry_points
 
-    found = {name: EntryPoint(name, value, GROUP) for name, value in BUILTIN.items()}
+    found = _builtin_points()
     for point in entry_points(group=GROUP):
         known = found.setdefault(point.name, point)
         if known.value != point.value:
@@ -132,9 +139,11 @@ def get(name: str) -> BackendSpec:
     spec = _registered().get(name)
     if spec is not None:
         return spec
-    if name != SINGLE:
+    if name in BUILTIN:
+        point = _builtin_points()[name]
+    else:
         require_choice(name, names(), "backend")
-    point = _entry_points()[name]
+        point = _entry_points()[name]
     try:
         loaded = point.load()
     except Exception as error:
@@ -147,7 +156,7 @@ def get(name: str) -> BackendSpec:
 def find(name: str | None) -> BackendSpec | None:
     """Return the description of a backend; None for None, "auto", unknown names and what cannot be loaded."""
     with contextlib.suppress(UsageError):
-        return get(name) if name in names() else None
+        return get(name) if name in CHOICES or name in names() else None
     return None
 
 

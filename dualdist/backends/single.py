@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dualdist.backends.base import ALL_DTYPES, Backend, CompletedWork, PrivateBuffers, ReduceOp
+from dualdist.backends.base import ALL_DTYPES, Backend, CompletedWork, ReduceOp, filled, gathered
 from dualdist.backends.registry import SINGLE, BackendSpec
 
 
-class SingleBackend(PrivateBuffers):
+class SingleBackend:
     """A backend of one rank: the reduction over all ranks is the rank's own tensor."""
 
     name = SINGLE
@@ -22,15 +22,19 @@ class SingleBackend(PrivateBuffers):
     supported_reduce_dtypes = ALL_DTYPES
     traceable = True
     done_means_all_started = True
+    mean_devices: frozenset[str] = frozenset()
+    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.is_open = True
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> CompletedWork:
-        return CompletedWork(buffer)
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> CompletedWork:
+        return CompletedWork(filled(buffer, source))
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> CompletedWork:
-        return CompletedWork(tensor.clone())
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> CompletedWork:
+        return CompletedWork(gathered(tensor, 1, output).copy_(tensor))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> CompletedWork:
         return CompletedWork(buffer)

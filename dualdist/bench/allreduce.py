@@ -1,7 +1,5 @@
 """`dualdist bench allreduce`: latency and bandwidth of dualdist's allreduce and of the raw library's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path

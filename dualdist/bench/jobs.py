@@ -5,8 +5,6 @@ timed against others: a method, in `dualdist compare` on a configuration of its 
 A baseline is a contender without dualdist, or on one rank; a candidate is a contender that may be the fastest.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -69,13 +67,14 @@ METHODS = {
     "ddp": "DDP",
     "ddp_view": "DDP, gradient_as_bucket_view",
     "ddp_best": "DDP, bucket views, buffers not broadcast",
+    "ddp_dualdist": 'DDP over the process group "dualdist"',
     DUALDIST: DUALDIST,
     "hvd": "raw Horovod",
     "naive": "an allreduce per parameter",
 }
 BASELINES = {name: METHODS[name] for name in ("ddp", "ddp_view", "hvd", "none")} | {"one": "one rank"}
 DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # of `dualdist compare`
-TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "naive")  # reduce gradients on torch's default process group
+TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "naive")  # reduce gradients by torch's process groups
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,8 @@
 """Reports of a benchmark: tables for the terminal, and the JSON record with hardware, versions and settings."""
 
-from __future__ import annotations
-
 import json
 import math
-import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,13 +10,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-from dualdist.errors import UsageError
 from dualdist.launch.failure import find_exception
 from dualdist.utils.machine import machine, versions
 from dualdist.utils.redaction import redact_command
 
 SCHEMA = 2
 WIDTH = 116  # of notes; tables are as wide as they need where output is no terminal
+NAMES_WIDTH = 60  # of names that share a row
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,9 @@ def print_table(table: ReportTable, out: TextIO) -> None:
 
     drawn = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="left" if number < table.text_columns else "right")
+        is_list = number < table.text_columns - 1  # of names, before their reason
+        justify: Any = "left" if number < table.text_columns else "right"
+        drawn.add_column(Text(column), justify=justify, max_width=NAMES_WIDTH if is_list else None)
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     out.write(f"\n{table.title}\n")
@@ -119,37 +117,12 @@ def _finite(data: Any) -> Any:
     return [_finite(each) for each in data] if isinstance(data, (list, tuple)) else data
 
 
-def write_json(record: dict[str, Any], where: str) -> None:
-    """Write the record to the file, or to standard output for `-`."""
-    text = dump_json(record, indent=1)
-    if where == "-":
-        sys.stdout.write(f"{text}\n")
-        return
-    try:
-        Path(where).write_text(f"{text}\n")
-    except OSError as error:
-        raise UsageError(
-            f"--json {where}: cannot write it ({error.strerror}); name another file, or - for stdout"
-        ) from error
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write a file, and the folder that it is in, so that readers see all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.draft")
     draft.write_text(text)
     draft.replace(path)
-
-
-def check_writable(option: str, where: str | None) -> None:
-    """Raise UsageError before an hour of measurements if the file cannot be written."""
-    if where in (None, "-"):
-        return
-    path = Path(str(where)).resolve()
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{option} {where}: this cannot be written; name another file")
 
 
 def error_summary(text: str) -> str:
@@ -160,8 +133,11 @@ def error_summary(text: str) -> str:
 
 
 def failure_table(column: str, failures: Sequence[tuple[str, str]]) -> ReportTable:
-    """Return the table of what was not measured, from (name, reason); the names stand in `column`."""
-    rows = tuple((label, error_summary(reason)) for label, reason in failures)
+    """Return the table of what was not measured, from (name, reason): one row per reason, the names in `column`."""
+    names: dict[str, list[str]] = {}
+    for label, reason in failures:
+        names.setdefault(error_summary(reason), []).append(label)
+    rows = tuple((", ".join(labels), reason) for reason, labels in names.items())
     return ReportTable("Not measured", (column, "reason"), rows, text_columns=2)
 
 

@@ -1,7 +1,5 @@
 """`dualdist bench scale`: an alpha-beta model of allreduce, fitted here, validated, and applied to many ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -55,25 +53,14 @@ class LinkModel:
 
 
 @dataclass(frozen=True)
-class ModelResidual:
-    """A measured and a modelled time; `relative` is model / measured - 1."""
-
-    nbytes: int
-    measured_s: float
-    model_s: float
-    relative: float
-
-
-@dataclass(frozen=True)
 class FittedModel:
-    """A model fitted to a sweep over sizes on `ranks` ranks; the summaries are of relative residuals."""
+    """A model fitted to a sweep over sizes on `ranks` ranks; a residual is model / measured - 1."""
 
     algorithm: str
     ranks: int
     link: LinkModel
     rms_residual: float
     max_residual: float
-    residuals: tuple[ModelResidual, ...]
 
 
 def predict_allreduce(algorithm: str, link: LinkModel, ranks: int, nbytes: float) -> float:
@@ -91,13 +78,10 @@ def fit_link(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> 
     messages, parts = ALGORITHMS[algorithm](ranks)
     rows = [[messages / seconds, parts * nbytes / seconds] for nbytes, seconds in sweep]
     (alpha, beta), _ = nnls(rows, [1.0] * len(rows))
-    link, residuals = LinkModel(float(alpha), float(beta)), []
-    for nbytes, seconds in sweep:
-        model_s = predict_allreduce(algorithm, link, ranks, nbytes)
-        residuals.append(ModelResidual(nbytes, seconds, model_s, model_s / seconds - 1))
-    relative = [residual.relative for residual in residuals]
-    rms = math.hypot(*relative) / math.sqrt(len(relative))
-    return FittedModel(algorithm, ranks, link, rms, max(map(abs, relative)), tuple(residuals))
+    link = LinkModel(float(alpha), float(beta))
+    residuals = [predict_allreduce(algorithm, link, ranks, nbytes) / seconds - 1 for nbytes, seconds in sweep]
+    rms = math.hypot(*residuals) / math.sqrt(len(residuals))
+    return FittedModel(algorithm, ranks, link, rms, max(map(abs, residuals)))
 
 
 @dataclass(frozen=True)
@@ -184,7 +168,7 @@ def plan_jobs(
 
 
 def summarize(done: Done, options: ScaleOptions) -> dict[str, Any]:
-    """Return the fits, their validation on other numbers of ranks, and the predictions, as far as data allow."""
+    """Return the fits, the first one's times beside those measured on each number of ranks, and the predictions."""
     sweeps = allreduce.summarize([each for each in done if "ranks" in each[0].tags])
     steps = bench_step.summarize([each for each in done if "model" in each[0].tags])
     compute_s, nbytes = options.compute_s, options.nbytes
@@ -213,7 +197,6 @@ def summarize(done: Done, options: ScaleOptions) -> dict[str, Any]:
                 "predicted_s": predict_allreduce(name, links[name], ranks, size),
             }
             for ranks, points in measured.items()
-            if ranks != base
             for name in ALGORITHMS
             for size, seconds in points
         ],
@@ -233,11 +216,9 @@ def summarize(done: Done, options: ScaleOptions) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> Iterator[ReportTable]:
-    """Yield the fits, the residuals of one, the validation, and the predictions."""
+    """Yield the fits, their validation, and the predictions."""
     if result["fits"]:
         yield _fits(result)
-        yield _residuals(result)
-    if result["validation"]:
         yield _validation(result)
     if result["predictions"]:
         yield _predictions(result)
@@ -263,31 +244,12 @@ def _fits(result: dict[str, Any]) -> ReportTable:
     )
 
 
-def _residuals(result: dict[str, Any]) -> ReportTable:
-    fit = next(each for each in result["fits"] if each["ranks"] == result["fitted_on"])
-    rows = (
-        (
-            format_size(each["nbytes"]),
-            format_us(each["measured_s"]),
-            format_us(each["model_s"]),
-            f"{each['relative']:+.0%}",
-        )
-        for each in fit["residuals"]
-    )
-    return ReportTable(
-        f"residuals of the {fit['algorithm']} model on the {fit['ranks']} ranks it was fitted to",
-        ("size", "measured us", "model us", "model / measured - 1"),
-        tuple(rows),
-        ("with two ranks all three algorithms give the same times",) if result["fitted_on"] == 2 else (),
-    )
-
-
 def _validation(result: dict[str, Any]) -> ReportTable:
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for each in result["validation"]:
         rows.setdefault((each["ranks"], each["bytes"]), {})[each["algorithm"]] = each
     return ReportTable(
-        f"validation: predicted from {result['fitted_on']} ranks, measured here",
+        f"validation: as fitted on {result['fitted_on']} ranks, and measured here",
         ("ranks, size", "measured us", *(f"{name}: predicted / measured" for name in ALGORITHMS)),
         tuple(
             (
@@ -297,6 +259,7 @@ def _validation(result: dict[str, Any]) -> ReportTable:
             )
             for (ranks, nbytes), by_name in rows.items()
         ),
+        ("with two ranks all three algorithms take the same time",) if result["fitted_on"] == 2 else (),
     )
 
 

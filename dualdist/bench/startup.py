@@ -1,7 +1,5 @@
 """`dualdist bench startup`: time and memory from import to the first collective, in new processes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """`dualdist bench step`: the time of one training step, its ratio to DDP and raw Horovod, and peak memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from dualdist.bench.jobs import (
 from dualdist.bench.report import ReportTable, format_ms
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_ratio
 from dualdist.errors import UsageError
+from dualdist.utils.suggest import require_choice
 
 DEFAULT_METHODS = ("none", "ddp", "ddp_view", DUALDIST, "naive")
 # Fewer, as Horovod's idle engine slows other communication in the same process.
@@ -35,8 +34,10 @@ def choose_methods(names: Sequence[str], config: RunConfig) -> tuple[str, ...]:
     """Return the methods to time, by default those that suit the backend; raise UsageError if they cannot run on it."""
     on_horovod = registry.uses_library(config.backend, registry.HOROVOD_LIBRARY)
     names = names or (METHODS_ON_HOROVOD if on_horovod else DEFAULT_METHODS)
-    if not set(names) <= set(METHODS) or len(set(names)) < len(names):
-        raise UsageError(f"contenders {','.join(names)!r}: expected different ones of {', '.join(METHODS)}")
+    for name in names:
+        require_choice(name, METHODS, "contender")
+    if len(set(names)) < len(names):
+        raise UsageError(f"contenders {','.join(names)!r}: expected each of them once")
     if "hvd" in names and not on_horovod:
         raise UsageError(f"contender 'hvd' is raw Horovod and needs --backend horovod, not {config.backend}")
     return tuple(names)

@@ -4,8 +4,6 @@ Note [seal]: a checkpoint is the zip archive that torch.save writes, with the SH
 comment as that comment. zip readers, torch.load among them, skip it; a truncated or altered file does not match.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

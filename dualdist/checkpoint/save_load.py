@@ -6,8 +6,6 @@ the CPU. Without either for the length of a timeout, the file is abandoned: a th
 disk is back, when the program's tensors and the newer checkpoints are different, so its file must never appear.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import pickle
@@ -32,6 +30,7 @@ from dualdist.checkpoint.state import (
     collect_state,
     dtypes_of,
     find_mismatch,
+    gather_sharded,
     load_state,
     shapes_of,
 )
@@ -189,10 +188,11 @@ class CheckpointSaver:
         name = group.next_name("save_checkpoint")
         content: dict[str, Any] = {}
         cause: Exception | None = None
+        gathered = gather_sharded(parts)
         try:
             _check_arguments(parts, keep)
             if group.rank == ROOT:
-                content = collect_state(parts, copy=async_op)
+                content = collect_state(parts, copy=async_op, gathered=gathered)
         except Exception as error:  # from the program's own objects, too: the other ranks must not wait for this one
             cause = error
         shared_args = {"parts": sorted(parts), "async_op": async_op}
@@ -279,6 +279,13 @@ class CheckpointHeader:
         return found
 
 
+class LoadedData(dict[str, Any]):
+    """The plain data of a checkpoint; true even where there are none, as something was loaded."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 def load(
     group: Group,
     device: torch.device,
@@ -328,8 +335,7 @@ def load(
     saver.skip(newer)
     if header.refused and group.rank == ROOT:  # last, as warnings may be errors
         warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
-    extra: dict[str, Any] = content[EXTRA]
-    return extra
+    return LoadedData(content[EXTRA])
 
 
 def _read(

@@ -18,7 +18,9 @@ from dualdist.collectives.nested_tensors import map_nested
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
+from dualdist.ddp.optimizer import is_sharded
 from dualdist.errors import CheckpointError, UsageError
+from dualdist.utils.suggest import type_name
 
 SHARDED = "FullyShardedDataParallel"
 USE_DCP = "save it with torch.distributed.checkpoint"
@@ -39,8 +41,15 @@ def check_part_names(names: Iterable[str]) -> None:
             raise UsageError(f"{name}= is an option of save_checkpoint or load_checkpoint: rename the part")
 
 
-def collect_state(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
+def gather_sharded(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the full states of optimizers of which each rank has a part; every rank calls this."""
+    return {name: part.state_dict() for name, part in sorted(parts.items()) if is_sharded(part)}
+
+
+def collect_state(parts: Mapping[str, Any], *, copy: bool, gathered: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return states and plain data on the CPU, loadable with weights_only=True; `copy`: share no memory.
+
+    States that were `gathered` before are not asked for.
 
     Raises:
         UsageError: a part is sharded, or cannot be loaded without running code.
@@ -49,7 +58,12 @@ def collect_state(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
         # Its state_dict() is collective, and only rank 0 would call it.
         if isinstance(part, nn.Module) and SHARDED in {type(module).__name__ for module in part.modules()}:
             raise UsageError(f"{name} is sharded between ranks: {USE_DCP}")
-    states = {name: unwrap_module(part).state_dict() for name, part in parts.items() if has_state(part)}
+    gathered = gathered or {}
+    states = {
+        name: gathered[name] if name in gathered else unwrap_module(part).state_dict()
+        for name, part in parts.items()
+        if has_state(part)
+    }
     extra = {name: part for name, part in parts.items() if not has_state(part)}
     found: dict[str, Any] = _on_cpu({**states, EXTRA: extra}, copy=copy)
     for name in parts:
@@ -81,7 +95,7 @@ def find_mismatch(parts: Mapping[str, Any], found: Mapping[str, Any], names: Seq
         part, state = unwrap_module(part), found[name]
         problem = ""
         if not isinstance(state, dict):
-            problem = f"its state is a {type(state).__name__}, not a dict"
+            problem = f"its state is {type_name(state)}, not a dict"
         elif isinstance(part, nn.Module):
             problem = _module_mismatch(part, state)
         elif isinstance(part, torch.optim.Optimizer):
@@ -149,9 +163,7 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise UsageError(
-                f"a {type(tensor).__name__} cannot be saved here: if it is sharded between ranks, {USE_DCP}"
-            )
+            raise UsageError(f"{type_name(tensor)} cannot be saved here: if it is sharded between ranks, {USE_DCP}")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError("a sparse or quantized tensor cannot be saved here: convert it to a dense one")
         # The resolved tensor may be freed and its address reused, so the key is the original's.
@@ -241,7 +253,7 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], 
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, param, dtype in zip(numbers, params, dtypes or [""] * len(params), strict=True):
         for key, value in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[param].get(key)
+            loaded = optimizer.state.get(param, {}).get(key)
             if not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
                 continue
             if loaded.dtype != value.dtype and str(value.dtype) != dtype:

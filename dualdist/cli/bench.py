@@ -1,7 +1,5 @@
 """`dualdist bench`: the options of its benchmarks, the launch of their jobs, and the printed report."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -32,10 +30,11 @@ from dualdist.bench.jobs import (
     run_job,
 )
 from dualdist.bench.ranks.cold_start import RAW_LIBRARIES
-from dualdist.bench.report import check_writable, failure_table, format_command, make_record, print_report, write_json
+from dualdist.bench.report import dump_json, failure_table, format_command, make_record, print_report
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare import INTERRUPTED, check_minimum, find_facts
 from dualdist.cli.help_formatter import add_help, add_list, set_completions
+from dualdist.cli.output_file import check_writable, write_json
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.execute import find_site
 from dualdist.launch.launchers import LAUNCHERS
@@ -160,8 +159,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in ("ranks", "threads", "device", "rounds", "launches")}
     settings["env"] = redact_command(args.env)
     record = make_record(args.benchmark, format_command(sys.argv[1:]), settings, described, results)
-    if args.json is not None:
-        write_json(record, args.json)
+    write_json(args.json, dump_json(record, indent=1))
     if args.json != "-":
         failures = [failure_table("job", [(planned.title, error) for planned, error in failed])] if failed else []
         print_report(record, [*tables(results), *failures], sys.stdout)

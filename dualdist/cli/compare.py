@@ -31,14 +31,14 @@ from dualdist.bench.jobs import (
     refusal_reasons,
 )
 from dualdist.bench.report import (
-    check_writable,
+    dump_json,
     error_summary,
     format_command,
     make_record,
     print_report,
-    write_json,
 )
 from dualdist.cli.help_formatter import set_completions
+from dualdist.cli.output_file import check_writable, write_json
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.control_channel import CONTROL_VARIABLE
@@ -100,8 +100,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which("--backends", metavar="A,B", help=f"of {', '.join(registry.names())} (default: all)")
     which("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all of the backend)")
     which("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
-    which("--baselines", metavar="A,B", help=f"of {', '.join(BASELINES)}, or '' for none (default: without ddp_view)")
-    which("--self-check", type=float, metavar="PERCENT", help="run the first candidate again, and again slowed by that")
+    which("--baselines", metavar="A,B", help=f"of {', '.join(BASELINES)}, or '' for none (default: all but ddp_view)")
+    which("--self-check", type=float, metavar="PERCENT", help="check: run the first candidate again, and slowed")
     work = parser.add_argument_group("training").add_argument
     work("--model", default="resnet18", metavar="NAME", help=f"of {', '.join(MODELS)} (default: resnet18)")
     work("--batch", type=int, default=0, metavar="N", help="global batch size (default: the model's per rank)")
@@ -119,7 +119,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out("--output", metavar="DIR", help="write report.html, plots, tables and raw data; run again to resume")
     out("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone")
     out("--csv", metavar="FILE", help="write one line per launch")
-    out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, on a machine as this')
+    out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, in jobs like these')
     out("--dry-run", action="store_true", help="print the command lines and exit")
     out("--timeout", type=float, default=600.0, metavar="S", help="limit of one launch in seconds (default: 600)")
     set_completions(parser, {"launchers": tuple(LAUNCHERS), "backends": registry.names(), "model": tuple(MODELS)})
@@ -147,9 +147,12 @@ def run(args: argparse.Namespace) -> int:
             for number in range(args.rounds):
                 for contender in schedule.remaining_in(number):
                     print(comparison.plan_job(contender, number).command_line)
+            for check in schedule.remaining_checks(contenders):
+                print(comparison.plan_job(check, args.rounds - 1).command_line)
             return 0
         launches, code = _launch_all(schedule)
-        result = summarize(contenders, refused, launches, schedule.ended)
+        left_out, enough = schedule.left_out, schedule.enough
+        result = summarize(contenders, refused, launches, schedule.ended, left_out=left_out, enough=enough)
         status = _report(args, result, launches, folder)
         return code or status
 
@@ -188,11 +191,8 @@ def _report(args: argparse.Namespace, result: ComparisonResult, launches: list[L
         print(f"\nmachine   {result.noise}\nlaunches  {result.launches}, {result.ended}")
         if result.equivalence.launches:
             print(f"training  {result.equivalence}")
-        for sentence in result.pairwise.values():
-            print(f"          {sentence}")
-        print(f"verdict   {result.verdict.sentence}", flush=True)
-    if args.json is not None:
-        write_json(record, args.json)
+        print(f"verdict   {result.verdict.headline}\n          {result.verdict.sentence}", flush=True)
+    write_json(args.json, dump_json(record, indent=1))
     if args.csv is not None:
         output.write_csv(Path(args.csv), launches)
     if args.output is not None:
@@ -251,7 +251,7 @@ def select_contenders(
     args: argparse.Namespace, settings: MeasurementSettings
 ) -> tuple[list[Contender], list[RefusedContender]]:
     """Return the contenders to run and those that cannot run here; raise UsageError if no candidate can."""
-    from dualdist.bench.compare.runner import Contender, RefusedContender, baseline_contenders
+    from dualdist.bench.compare.runner import Contender, RefusedContender, baseline_contenders, ordered_checks
 
     facts = find_facts(args, settings.site, is_script=args.script is not None)
     if args.device == "cuda" and not facts.gpus:
@@ -277,6 +277,7 @@ def select_contenders(
         slowdown = 1 + args.self_check / 100
         contenders += [Contender(DUALDIST, first, copy=1), Contender(DUALDIST, first, slowdown, copy=2)]
     contenders += [each for each in baselines if isinstance(each, Contender)]
+    contenders += ordered_checks(contenders, settings.ranks, uses_gpus=facts.uses_gpus)
     refused += [each for each in baselines if isinstance(each, RefusedContender)]
     return contenders, refused
 

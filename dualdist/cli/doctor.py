@@ -16,6 +16,7 @@ from dualdist.backends import registry
 from dualdist.backends.registry import Availability
 from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
 from dualdist.cli.help_formatter import set_completions
+from dualdist.cli.output_file import check_writable, write_json
 from dualdist.doctor import hosts, smoke_test
 from dualdist.doctor.checks import Level
 from dualdist.doctor.checks import hosts as host_checks
@@ -58,7 +59,7 @@ COMMON = {
     "run": "run one collective on every usable configuration",
     "hosts": "probe these hosts over ssh and their connections",
     "fix": "install and build what is missing, with confirmation",
-    "json": "also write JSON to FILE; - for JSON alone on stdout",
+    "json": "also write JSON to FILE; alone: only JSON, on stdout",
 }
 
 
@@ -107,6 +108,9 @@ def format_explanation(explanation: TopologyExplanation, paint: Painter) -> Iter
     if explanation.ignored:
         yield "ignored:" if explanation.fields else "also set:"
         yield from (f"  {each.name}={each.value}  {paint(each.why, 'dim')}" for each in explanation.ignored)
+    if explanation.exec_sets:
+        given = " ".join(f"{name}={value}" for name, value in explanation.exec_sets.items())
+        yield f"dualdist exec sets {given}, MASTER_ADDR and MASTER_PORT"
 
 
 def _topology(topology: Topology) -> str:
@@ -150,7 +154,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--hostfile", metavar="FILE", help="like --hosts, from a file as for dualdist run")
     add("--fix", action="store_true", help="install and build what is missing, with confirmation")
     add("--yes", action="store_true", help="with --fix, do not ask for confirmation")
-    add("--json", metavar="FILE", help="also write JSON to FILE, or only JSON to standard output for -")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="also write JSON to FILE; without FILE: only JSON, to stdout",
+    )
     set_completions(parser, {"launchers": MULTI_RANK_LAUNCHERS, "backends": registry.names()})
     parser.epilog = "Exit code: 0 without problems, 1 if something may fail, 2 if something will."
 
@@ -169,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         diagnosis, more["hosts"] = _probe_hosts(args, diagnosis)
     if args.run:
         diagnosis, more["cells"] = _run_smoke_tests(args, diagnosis)
-    _write_json(args, redact_json({**to_json(diagnosis), **more}, redact))
+    write_json(args.json, json.dumps(redact_json({**to_json(diagnosis), **more}, redact), indent=1))
     if args.json != "-":
         paint = Painter(sys.stdout, os.environ)
         _print([*format_diagnosis(diagnosis, paint), *format_smoke_tests(more.get("cells"), paint)], redact)
@@ -184,8 +194,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name} requires --{needed}")
     if args.hosts is not None and args.hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts: give one of them")
-    if args.json not in (None, "-") and not Path(args.json).resolve().parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no folder {Path(args.json).resolve().parent}")
+    check_writable("--json", args.json)
     if args.run:  # checked before the diagnosis, which takes seconds
         topology = detect_topology(os.environ)
         if not isinstance(topology, Topology) or topology.launcher != "none":
@@ -203,7 +212,7 @@ def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
     detected = detect_topology(os.environ)
     explanation = explain(os.environ, detected, installed_backends(), has_gpu=may_use_gpus(os.environ))
     topology = topology_to_json(detected) if isinstance(detected, Topology) else None
-    _write_json(args, redact_json({"topology": topology, **asdict(explanation)}, redact))
+    write_json(args.json, json.dumps(redact_json({"topology": topology, **asdict(explanation)}, redact), indent=1))
     if args.json != "-":
         _print(format_explanation(explanation, Painter(sys.stdout, os.environ)), redact)
     return ERROR_CODE if explanation.error else 0
@@ -267,16 +276,3 @@ def _log(line: str) -> None:
 def _print(lines: Iterable[str], redact: Callable[[str], str]) -> None:
     sys.stdout.write("".join(f"{redact(line)}\n" for line in lines))
     sys.stdout.flush()
-
-
-def _write_json(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
-    text = json.dumps(report, indent=1)
-    if args.json == "-":
-        sys.stdout.write(f"{text}\n")
-    elif args.json is not None:
-        try:
-            Path(args.json).write_text(f"{text}\n")
-        except OSError as error:
-            raise UsageError(
-                f"--json {args.json}: cannot write it ({error.strerror}); name another file, or - for stdout"
-            ) from error

@@ -1,7 +1,5 @@
 """Help of the command line: --help on one screen, with examples; --help-all with every option; shell completion."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import textwrap
@@ -14,6 +12,16 @@ from dualdist.utils.suggest import did_you_mean
 WIDTH, HEIGHT = 80, 24
 COLUMN = 24
 SHORT, ALL = ("-h", "--help"), "--help-all"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors suggest the choice that was meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = list(map(str, action.choices))
+            message = f"invalid choice: {value!r} (choose from {', '.join(choices)}){did_you_mean(value, choices)}"
+            raise argparse.ArgumentError(action, message)
 
 
 class _PrintHelp(argparse.Action):
@@ -30,6 +38,7 @@ class _PrintHelp(argparse.Action):
 
 def add_help(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: Sequence[str]) -> None:
     """Let --help show the options in `common`, by dest, with these texts or their own, and --help-all all options."""
+    parser.usage = parser.usage or f"{parser.prog} [option ...]"
     render: Any = partial(format_short_help, common=common, examples=examples)
     parser.add_argument(*SHORT, action=_PrintHelp, render=render, help="show the usual options and examples")
     render = argparse.ArgumentParser.format_help
@@ -45,8 +54,7 @@ def add_list(parser: argparse.ArgumentParser, choices: Mapping[str, str], exampl
 def format_short_help(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: Sequence[str]) -> str:
     """Return usage, description, examples, the usual options with a line each, and the exit codes."""
     actions = {action.dest: action for action in parser._actions}
-    usage = parser.usage or f"{parser.prog} [option ...]"
-    lines = [f"usage: {usage}", "", parser.description or "", ""]
+    lines = [f"usage: {parser.usage}", "", parser.description or "", ""]
     lines += [f"  {example}" for example in examples]
     if common:
         lines.append("")
@@ -55,7 +63,7 @@ def format_short_help(parser: argparse.ArgumentParser, common: Mapping[str, str]
         lines += ["", *textwrap.wrap(parser.epilog, WIDTH)]
     left = sum(bool(action.option_strings) for action in parser._actions) - len(common) - len(SHORT)
     if left > 0:
-        lines += ["", f"{parser.prog} {ALL}: {left} more options"]
+        lines += ["", f"{parser.prog} {ALL}: {left} more option{'s' * (left > 1)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -1,13 +1,11 @@
 """`dualdist install-horovod`: the options, and a clean end of the build on SIGTERM."""
 
-from __future__ import annotations
-
 import argparse
 import os
-import signal
 import sys
 
 from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildOptions
+from dualdist.launch.processes import termination_raises
 
 EXAMPLES = ("dualdist install-horovod", "dualdist install-horovod --gpu --force", "dualdist install-horovod --dry-run")
 COMMON = {
@@ -47,14 +45,9 @@ def run(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
         jobs=args.jobs,
     )
-    # make and batch systems stop a process by SIGTERM; the exception ends the compilers and deletes temporary files.
-    signal.signal(signal.SIGTERM, _interrupt)
-    install_horovod(options, os.environ, sys.stdout)
+    with termination_raises():  # SIGTERM of make or a batch system ends the compilers and deletes temporary files
+        install_horovod(options, os.environ, sys.stdout)
     return 0
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _positive(text: str) -> int:

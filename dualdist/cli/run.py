@@ -1,7 +1,5 @@
 """`dualdist run`: run a program on several ranks by a launcher, or write a job script for a scheduler."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math
@@ -16,6 +14,7 @@ from typing import Any
 
 from dualdist.backends import registry
 from dualdist.cli.help_formatter import set_completions
+from dualdist.cli.output_file import check_writable, write_json
 from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
 from dualdist.launch.env_defaults import allocated_tasks, default_launcher, interface_variables
@@ -38,11 +37,11 @@ EXAMPLES = (
     "dualdist run --config job.yaml --scheduler slurm --write job.sh",
 )
 COMMON = {
-    "ranks": "how many ranks",
+    "ranks": "how many ranks (default: as hosts or Slurm say, or 1)",
     "launcher": "torchrun, horovodrun, mpirun, srun, spawn, ...",
     "backend": "native, horovod, mpi or auto",
     "hosts": "hosts, reached by ssh, and how many ranks each takes",
-    "config": "a job file; options go before it",
+    "config": "a job file; options take precedence over it",
     "env": "a variable of every rank; may be repeated",
     "tag_output": "begin each line with its rank",
     "timeout": "end the job after so many seconds",
@@ -50,6 +49,8 @@ COMMON = {
     "dry_run": "print what would run and start nothing",
     "json": "write how the job went",
 }
+# Options, and their dests, that are taken for one of ours also after the program.
+LATE = {"-np": "ranks", "--launcher": "launcher"}
 # Keys of a job file and dests of options that have the same values.
 RUN_OPTIONS = (
     *("launcher", "backend", "transport", "ranks", "min_ranks", "network_interface", "max_restarts", "timeout"),
@@ -60,7 +61,7 @@ RUN_ONLY_OPTIONS = ("max_restarts", "min_ranks", "log_dir", "tag_output", "timeo
 # Those of a job file's `resources:`.
 RESOURCES = (
     *("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task", "requeue"),
-    *("memory", "memory_per_task", "time", "queue", "account", "container", "job_name", "setup"),
+    *("memory", "memory_per_task", "time", "queue", "account", "container", "kubeflow", "job_name", "setup"),
 )
 # Schedulers that choose the nodes, so that the hosts of a job file do not limit the ranks.
 NODE_CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit is not None]
@@ -86,7 +87,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--backend",
         choices=registry.choices(),
-        help="their backend (default: DUALDIST_BACKEND, else auto, or native with --as-horovod)",
+        metavar="NAME",
+        help="native, horovod, mpi or auto (default: DUALDIST_BACKEND, else auto, or native with --as-horovod)",
     )
     add(
         "--transport",
@@ -97,7 +99,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where("-H", "--hosts", metavar="A:2,B:2", help="hosts, reached by ssh, and how many ranks each takes")
     where("--hostfile", metavar="FILE", help="a file of hosts, with `a slots=2` or `a:2` on each line")
     where("--network-interface", metavar="IF", help="the interface by which the hosts reach each other")
-    add("--config", metavar="JOB.yaml", help="a job file; options of the command line go before it")
+    add("--config", metavar="JOB.yaml", help="a job file; options take precedence over it")
     add(
         "--env",
         action="append",
@@ -126,6 +128,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="the program was written for Horovod: let `import horovod.torch` import dualdist.hvd",
     )
+    add("--verbose", action="store_true", help="say how a default was chosen, and all that the launcher says")
     add("--dry-run", action="store_true", help="print what would run and start nothing; hosts are probed")
     add("--json", metavar="FILE", help="write how the job went to FILE, or to standard output for -")
     add("-m", dest="is_module", action="store_true", help="the program is a module, as for python -m")
@@ -151,6 +154,7 @@ def _add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     add("--partition", "--queue", dest="queue", metavar="NAME", help="the partition or queue")
     add("--account", metavar="NAME", help="the account that is charged")
     add("--container", metavar="IMAGE", help="an image for Apptainer or Kubernetes")
+    add("--kubeflow", metavar="V", help="v1: PyTorchJob or MPIJob (default); v2: TrainJob, of Kubeflow Trainer")
     add("--setup", action="append", metavar="LINE", help="a line of shell before the job; may be repeated")
     add("--job-name", metavar="NAME", help="default: the program's name")
     add("--write", metavar="FILE", help="write the script instead of printing it")
@@ -184,6 +188,8 @@ class RunRequest:
     handed_on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.ranks is not None and self.ranks < 1:
+            raise UsageError(f"-np {self.ranks}: expected 1 or more")
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts}: expected 0 or more")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
@@ -210,6 +216,9 @@ def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> R
     if args.config is not None:
         options = _read_job_file(Path(args.config), is_script=args.scheduler is not None)
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
+    late = [word for word in words[1:] if word in LATE and getattr(args, LATE[word]) is None]
+    if late:
+        print(f"dualdist run: {late[0]} goes to {words[0]}: options of dualdist run stand before it", file=sys.stderr)
     if words:
         options.update(words=words, is_module=args.is_module)
     elif args.is_module:
@@ -272,8 +281,9 @@ def run(args: argparse.Namespace) -> int:
     for name in (*RESOURCES, "write", "submit"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is an option of job scripts: add --scheduler NAME")
+    check_writable("--json", args.json)
     hosts = request.other_hosts
-    launcher, ranks = _resolve(request, has_hosts=bool(hosts))
+    launcher, ranks = _resolve(request, has_hosts=bool(hosts), is_verbose=args.verbose)
     for _, message in find_conflicts(
         launcher,
         request.backend,
@@ -302,6 +312,7 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=request.timeout,
         log_dir=request.log_dir,
         tag_output=request.tag_output,
+        is_verbose=args.verbose,
     )
     with termination_raises():
         report = run_job(job, launcher, settings, os.environ)
@@ -309,13 +320,12 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(shell_lines(report.commands)))
     elif report.outcome is not None:
         report_failure(report)
-    if args.json is not None:
-        write_json(args.json, report.to_json())
+    write_json(args.json, report.to_json())
     return 0 if report.outcome is None else report.outcome.code
 
 
-def _resolve(request: RunRequest, *, has_hosts: bool) -> tuple[str, int]:
-    """Return the launcher and the number of ranks; report defaults on stderr."""
+def _resolve(request: RunRequest, *, has_hosts: bool, is_verbose: bool) -> tuple[str, int]:
+    """Return the launcher and the number of ranks; report defaults on stderr, the usual one if `is_verbose`."""
     launcher, reason = request.launcher, "no -np was given"
     if launcher is None:
         launcher, reason = default_launcher(
@@ -328,7 +338,8 @@ def _resolve(request: RunRequest, *, has_hosts: bool) -> tuple[str, int]:
     uses_allocation = ALL[require_choice(launcher, ALL, "launcher")].uses_allocation
     is_open = uses_allocation and request.ranks is None and not request.hosts
     ranks, source = (allocated_tasks(os.environ) if is_open else None) or (request.default_ranks, "")
-    if request.launcher is None or source:
+    is_usual = launcher == "torchrun" and not source
+    if (request.launcher is None or source) and (is_verbose or not is_usual):
         started = f"{ranks} rank(s)" + (f" ({source}={ranks})" if source else "")
         print(f"dualdist run: {launcher} starts {started}, as {reason}", file=sys.stderr)
     return launcher, ranks
@@ -423,7 +434,7 @@ def program_words(words: Sequence[str], *, is_module: bool, as_horovod: bool, is
         raise UsageError("no program: expected dualdist run [option ...] script.py, or -m and a module")
     if not is_module and is_local and not Path(words[0]).exists():
         is_python = Path(words[0]).name.startswith("python")
-        hint = "leave the interpreter out, as in dualdist run -np 2 train.py" if is_python else "or -m for a module?"
+        hint = "leave out the interpreter: dualdist run -np 2 train.py" if is_python else "type -m before a module"
         raise UsageError(f"there is no script {words[0]!r} in {Path.cwd()}; {hint}")
     return (*(HVD_MODULE if as_horovod else ()), *(("-m",) if is_module else ()), *words)
 
@@ -443,15 +454,3 @@ def shell_lines(commands: Sequence[Command]) -> Iterator[str]:
         return
     yield from (f"{shell_line(command)} &" for command in commands)
     yield "wait"
-
-
-def write_json(name: str, text: str) -> None:
-    if name == "-":
-        sys.stdout.write(f"{text}\n")
-        return
-    try:
-        Path(name).write_text(f"{text}\n")
-    except OSError as error:
-        raise UsageError(
-            f"--json {name}: cannot write it ({error.strerror}); name another file, or - for stdout"
-        ) from error

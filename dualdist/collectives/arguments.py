@@ -6,9 +6,10 @@ import operator
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Literal, SupportsFloat, SupportsIndex, TypeVar
 
 from dualdist.errors import UsageError
+from dualdist.utils.suggest import require_choice, type_name
 
 if TYPE_CHECKING:
     import torch
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from dualdist.collectives.group import Group
 
 T = TypeVar("T")
+Reduction = Literal["ordered", "unordered"]
+REDUCTIONS = ("ordered", "unordered")
 
 
 def name_of(group: Group, kind: str, name: str | None) -> str:
     """Return the caller's name for a collective, or the next numbered one."""
     if name is not None and not isinstance(name, str):
-        raise UsageError(f"name={name!r}: expected a str, not a {type(name).__name__}")
+        raise UsageError(f"name={name!r}: expected a str, not {type_name(name)}")
     return str(name) if name else group.next_name(kind)
 
 
@@ -30,7 +33,7 @@ def as_tensor(given: object) -> torch.Tensor:
     import torch
 
     if not isinstance(given, torch.Tensor):
-        raise UsageError(f"expected a tensor, not a {type(given).__name__}")
+        raise UsageError(f"expected a tensor, not {type_name(given)}")
     return given
 
 
@@ -39,7 +42,7 @@ def as_list(given: Iterable[T]) -> list[T]:
     try:
         return list(given)
     except TypeError:
-        raise UsageError(f"expected a list of tensors, not a {type(given).__name__}") from None
+        raise UsageError(f"expected a list of tensors, not {type_name(given)}") from None
 
 
 def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
@@ -57,7 +60,7 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     try:
         return Path(given)
     except TypeError:
-        raise UsageError(f"expected a path, not a {type(given).__name__}") from None
+        raise UsageError(f"expected a path, not {type_name(given)}") from None
 
 
 def root_of(group: Group, root: SupportsIndex) -> tuple[int, int]:
@@ -72,6 +75,16 @@ def scales_of(prescale: SupportsFloat, postscale: SupportsFloat) -> tuple[float,
         return float(prescale), float(postscale)
     except (TypeError, ValueError):
         raise UsageError(f"prescale={prescale!r}, postscale={postscale!r}: expected numbers") from None
+
+
+def check_reduction(reduction: str, op: str) -> None:
+    """Raise UsageError unless `op` can be computed in this way."""
+    require_choice(reduction, REDUCTIONS, "reduction")
+    if reduction == "ordered" and op == "adasum":
+        raise UsageError(
+            "reduction='ordered' with op 'adasum': Adasum combines pairs of ranks, and is no sum that could be "
+            "added in rank order; choose one of the two"
+        )
 
 
 def require_flags(**flags: object) -> None:

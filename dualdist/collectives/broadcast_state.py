@@ -21,6 +21,7 @@ from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors,
 from dualdist.collectives.tensor_utils import named_pairs
 from dualdist.collectives.work import Collective
 from dualdist.errors import MismatchError, UsageError
+from dualdist.utils.suggest import type_name
 
 T = TypeVar("T")
 Dumps = Callable[[Any], bytes]
@@ -68,7 +69,7 @@ def _pickle(obj: object, dumps: Dumps) -> tuple[str, torch.Tensor]:
     try:
         data = dumps(obj)
     except Exception as error:  # of any kind: pickling runs the object's code
-        return f"a {type(obj).__name__} does not pickle ({error})", _byte_buffer(0)
+        return f"{type_name(obj)} does not pickle ({error})", _byte_buffer(0)
     return "", torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -114,7 +115,7 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
     which schedulers and programs hold.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not a {type(optimizer).__name__}")
+        raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not {type_name(optimizer)}")
     root_index = group.group_rank_of(root)
     name = group.next_name("broadcast_optimizer_state")
 
@@ -132,12 +133,18 @@ def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: i
             f"the optimizers differ: class and parameters in each group, by rank: {layouts}; build the same optimizer "
             "on every rank"
         )
+    devices = (param.device for param in _parameters(optimizer) if param.device.type != "cpu")
+    state = broadcast_nested(backend, _state_of(optimizer), root, next(devices, torch.device("cpu")), name)
+    if backend.rank != root:
+        _set_state(optimizer, *state)
+
+
+def broadcast_nested(backend: Backend, value: T, root: int, device: torch.device, name: str) -> T:
+    """Return root's structure of tensors and plain data on every rank, its tensors on the CPU or on this device."""
     tensors: list[torch.Tensor] = []
-    skeleton = extract_tensors(_state_of(optimizer), tensors)
+    skeleton = extract_tensors(value, tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     skeleton, specs = control_plane.broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
-    devices = (param.device for param in _parameters(optimizer) if param.device.type != "cpu")
-    device = next(devices, torch.device("cpu"))
     if backend.rank == root:  # from one GPU, as the others receive, so that all ranks make the same broadcasts
         tensors = [tensor if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]
     else:
@@ -145,8 +152,8 @@ def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: i
             torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
         ]
     broadcast_all(backend, tensors, root, name)
-    if backend.rank != root:
-        _set_state(optimizer, *insert_tensors(skeleton, tensors))
+    found: T = insert_tensors(skeleton, tensors)
+    return found
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -13,12 +13,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from dualdist.backends.base import Backend
+from dualdist.backends.base import Backend, ReduceOp
 from dualdist.backends.control_plane import allgather_bytes, as_bytes
 from dualdist.collectives import reductions
-from dualdist.collectives.arguments import as_ints, name_of, root_of, scales_of
+from dualdist.collectives.arguments import Reduction, as_ints, check_reduction, name_of, root_of, scales_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.rank_order import RankOrderBackend
 from dualdist.collectives.reductions import (
     LINEAR,
     Op,
@@ -60,11 +61,12 @@ def allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
     *,
+    reduction: Reduction | None = None,
     in_place: bool = False,
 ) -> Collective[Tensors]:
     """Reduce over all ranks into new tensors, or `in_place`. Gradient: the same reduction of the ranks' gradients."""
     if isinstance(tensors, torch.Tensor) and tensors.is_sparse and not in_place:
-        return sparse_allreduce(group, tensors, op, name, prescale, postscale)
+        return sparse_allreduce(group, tensors, op, name, prescale, postscale, reduction=reduction)
     members, kind, form = _parse(tensors, "allreduce")
     scales = scales_of(prescale, postscale)
     for tensor in members:
@@ -72,19 +74,22 @@ def allreduce(
         check_scales(scales, tensor.dtype)
         if in_place:
             require_own_memory(tensor)
+    reduction = reduction or group.reduction
+    check_reduction(reduction, op)
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
     targets = members if in_place else [plain_copy(tensor) for tensor in members]
     name = name_of(group, kind, name)
-    shared_args = reduction_args([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
+    specs = [spec_of(tensor) for tensor in members]
+    shared_args = reduction_args(specs, members[0].device.type, op, scales, reduction)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
-        _reduce_in_place(backend, targets, op, scales, name)
+        _reduce_in_place(backend, targets, op, scales, name, reduction)
         return form(targets)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
         _require_linear(op)
-        return allreduce(group, form(gradients), op, f"{name}.backward", *scales).run()
+        return allreduce(group, form(gradients), op, f"{name}.backward", *scales, reduction=reduction).run()
 
     request = CollectiveRequest(kind, name, shared_args)
     return Collective(group, request, perform, members[0].device, () if in_place else members, backward)
@@ -110,18 +115,30 @@ def _require_linear(op: Op) -> None:
 
 
 def reduction_args(
-    specs: Sequence[str], device: str, op: Op, scales: tuple[float, float] = (1.0, 1.0)
+    specs: Sequence[str],
+    device: str,
+    op: Op,
+    scales: tuple[float, float] = (1.0, 1.0),
+    reduction: Reduction = "unordered",
 ) -> dict[str, Any]:
     """Return the arguments of a reduction that all ranks must pass alike."""
     scaled = {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
-    return {"tensors": specs, "device": device, "op": op, **scaled}
+    return {"tensors": specs, "device": device, "op": op, "reduction": reduction, **scaled}
 
 
 def _reduce_in_place(
-    backend: Backend, tensors: Sequence[torch.Tensor], op: Op, scales: tuple[float, float], name: str
+    backend: Backend,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    scales: tuple[float, float],
+    name: str,
+    reduction: Reduction,
 ) -> None:
     """Reduce the tensors, those of one dtype in one buffer."""
     prescale, postscale = scales
+    is_ordered = reduction == "ordered"
+    backend = RankOrderBackend(backend) if is_ordered else backend
+    ops: list[Op] = []  # what is left to do after the backend's
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -130,14 +147,17 @@ def _reduce_in_place(
     works = []
     for number, (buffer, members) in enumerate(zip(buffers, by_dtype.values(), strict=True)):
         scale_(buffer, prescale)
+        divides = is_ordered and op == "mean" and buffer.is_floating_point()
+        ops.append("sum" if divides else op)
         if op == "adasum":
             adasum_(backend, buffer, [member.numel() for member in members], f"op.{name}.{number}")
         else:
-            works.append(reductions.allreduce_(backend, buffer, wire_op(op), f"op.{name}.{number}"))
+            sent_op: ReduceOp = "mean" if divides else wire_op(op)
+            works.append(reductions.allreduce_(backend, buffer, sent_op, f"op.{name}.{number}"))
     for work in works:
         work.wait()
-    for buffer, members in zip(buffers, by_dtype.values(), strict=True):
-        finalize_(buffer, op, backend.size, postscale)
+    for buffer, members, left in zip(buffers, by_dtype.values(), ops, strict=True):
+        finalize_(buffer, left, backend.size, postscale)
         for piece, member in zip(buffer.split([member.numel() for member in members]), members, strict=True):
             copy_to_(member, piece)
 
@@ -150,7 +170,7 @@ def zero_contribution(group: Group, request: CollectiveRequest) -> Collective[No
     scales = shared_args.get("prescale", 1.0), shared_args.get("postscale", 1.0)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> None:
-        _reduce_in_place(backend, zeros, shared_args["op"], scales, request.name)
+        _reduce_in_place(backend, zeros, shared_args["op"], scales, request.name, shared_args["reduction"])
 
     return Collective(group, request, perform, device)
 
@@ -162,6 +182,8 @@ def sparse_allreduce(
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    *,
+    reduction: Reduction | None = None,
 ) -> Collective[torch.Tensor]:
     """Reduce a sparse COO tensor by mean or sum, coalesced; only stored values travel. Gradient: as of allreduce."""
     if op not in ("mean", "sum", "integer mean"):
@@ -169,17 +191,20 @@ def sparse_allreduce(
     if tensor.layout is not torch.sparse_coo:
         raise UnsupportedError(f"a tensor of layout {tensor.layout} is not reduced: convert it to sparse COO")
     check_op(op, tensor.dtype)
+    reduction = reduction or group.reduction
+    check_reduction(reduction, op)
+    is_ordered = reduction == "ordered"
     name = name_of(group, "sparse_allreduce", name)
     values, scales = tensor.detach(), scales_of(prescale, postscale)
-    shared_args = reduction_args([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales)
+    shared_args = reduction_args([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales, reduction)
     shared_args["sparse_dim"] = tensor.sparse_dim()
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
-        return sparse_sum(backend, values, op, f"op.{name}", scales)
+        return sparse_sum(backend, values, op, f"op.{name}", scales, is_ordered=is_ordered)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
         _require_linear(op)
-        return allreduce(group, gradients[0], op, f"{name}.backward", *scales).run()
+        return allreduce(group, gradients[0], op, f"{name}.backward", *scales, reduction=reduction).run()
 
     request = CollectiveRequest("sparse_allreduce", name, shared_args)
     return Collective(group, request, perform, tensor.device, [tensor], backward)
@@ -318,8 +343,12 @@ def reducescatter(
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    *,
+    reduction: Reduction | None = None,
 ) -> Collective[Tensors]:
     """Return this rank's rows of the reduction; the first ranks have one more where the rows do not divide evenly.
+
+    Rows are added in rank order in any case; an ordered mean is rounded once, after the division.
 
     Gradient: the gradients of all ranks' rows; of a sum, times the number of ranks.
     """
@@ -332,12 +361,19 @@ def reducescatter(
             raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
         if tensor.dim() == 0:
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
+    reduction = reduction or group.reduction
+    check_reduction(reduction, op)
+    is_ordered = reduction == "ordered"
     given = [plain_values(each) if scales[0] == 1 else scale_(plain_copy(each), scales[0]) for each in members]
     name = name_of(group, kind, name)
-    shared_args = reduction_args([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
+    specs = [spec_of(tensor) for tensor in members]
+    shared_args = reduction_args(specs, members[0].device.type, op, scales, reduction)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
-        rows = (_own_rows(backend, each, op, scales[1], f"op.{name}.{i}") for i, each in enumerate(given))
+        rows = (
+            _own_rows(backend, each, op, scales[1], f"op.{name}.{i}", is_ordered=is_ordered)
+            for i, each in enumerate(given)
+        )
         return form(list(rows))
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
@@ -349,7 +385,9 @@ def reducescatter(
     return Collective(group, CollectiveRequest(kind, name, shared_args), perform, members[0].device, members, backward)
 
 
-def _own_rows(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str) -> torch.Tensor:
+def _own_rows(
+    backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str, *, is_ordered: bool
+) -> torch.Tensor:
     """Reduce all ranks' values of this rank's rows, here and in rank order: the same on every backend."""
     counts = even_shares(rows.shape[0], backend.size)
     count, width = counts[backend.rank], row_nbytes(rows)
@@ -358,6 +396,8 @@ def _own_rows(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, na
         return rows.new_empty(shape[1:])
     sizes = [each * width for each in counts], [count * width] * backend.size
     received = from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
+    if is_ordered and op == "mean" and rows.is_floating_point():
+        return scale_(reduce_rows(received, "mean"), postscale)
     return finalize_(reduce_rows(received, wire_op(op)), op, backend.size, postscale)
 
 

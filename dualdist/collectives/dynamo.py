@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from dualdist.utils.suggest import explain_keyword
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Loaded where something is compiled, and by torch's optimizers; loading it takes a second.
@@ -32,20 +35,26 @@ def disable_compile(function: F, unless: Callable[..., Any] | None = None) -> F:
 
         # First, because a graph that has looked at sys.modules guards each of its thousands of entries.
         if not torch.compiler.is_compiling() and COMPILER not in sys.modules:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                raise explain_keyword(call, kwargs, error) from error.__cause__
         from dualdist.collectives.dynamo import outside
 
         if unless is not None and torch.compiler.is_compiling():
             result = unless(*args, **kwargs)
             if result is not None:
                 return result
-        return outside(function, args, kwargs)
+        return outside(call, args, kwargs)
 
     return call  # type: ignore[return-value]
 
 
-def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return function(*args, **kwargs)
+def _call(public: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return public.__wrapped__(*args, **kwargs)
+    except TypeError as error:
+        raise explain_keyword(public, kwargs, error) from error.__cause__
 
 
 outside: Callable[..., Any]
@@ -58,4 +67,9 @@ def __getattr__(name: str) -> Any:
     import torch
 
     globals()[name] = outside = torch.compiler.disable(_call, reason=WHY)
+    with contextlib.suppress(ImportError):  # private to torch: tests/unit/test_torch_private_names.py
+        from torch._dynamo.eval_frame import skip_code
+
+        # All wrapped functions share this code. It is not worth compiling, and torch does so 8 times at most.
+        skip_code(disable_compile(_call).__code__)
     return outside

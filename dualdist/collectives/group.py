@@ -16,17 +16,20 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather
-from dualdist.backends.shm.segment import ShmExchange, ShmMessage
+from dualdist.backends.shm.channel import HostRanks, ShmMessage
+from dualdist.collectives.arguments import Reduction
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, compute_response
+from dualdist.collectives.rank_order import RankOrderBackend
 from dualdist.collectives.work import Collective, Handle, rank_args_of
 from dualdist.errors import (
+    CLOSED,
     CollectiveError,
     CollectiveTimeoutError,
     MismatchError,
@@ -74,7 +77,7 @@ class Group:
         backend: Backend,
         monitor: Monitor,
         parent: Backend | None = None,
-        mailbox: ShmExchange | None = None,
+        host_ranks: HostRanks | None = None,
         number: int = 0,
     ) -> None:
         self.backend = backend
@@ -82,6 +85,7 @@ class Group:
         self.ranks = backend.ranks
         self.rank = backend.rank
         self.size = backend.size
+        self.reduction: Reduction = "unordered"  # where a call names none
         self.monitor = monitor
         self.observer: Callable[[str, CollectiveRequest | None], None] | None = None  # see _notify()
         self.wait_times: WaitTimes | None = None  # if the waits of the ranks are recorded
@@ -89,9 +93,10 @@ class Group:
         self.reducers: list[Any] = []  # ReductionPlans of this group's reducers, in the order of their creation
         self.num_unnamed = 0  # collectives that were given a numbered name
         self.exchanges = 0
-        self._mailbox = mailbox  # if all ranks share a host
+        self._host_ranks = host_ranks  # if they share a host
         self._parent = parent or backend  # closed with the group, and with it its duplicates
         self._gradients: MonitoredBackend | None = None
+        self._ordered_gradients: RankOrderBackend | None = None
         self._last_requests: Sequence[RankRequests] = ()  # of all ranks, when nothing could be done
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # for programs that wait
@@ -136,6 +141,18 @@ class Group:
             self._gradients = MonitoredBackend(self._parent.duplicate("gradients"), self.monitor)
         return self._gradients
 
+    def ordered_gradients(self, devices: Iterable[str] = ()) -> RankOrderBackend:
+        """Return the backend of gradients that are added in rank order: Note [rank order].
+
+        All members ask for it with the same types of devices before they reduce gradients there.
+        """
+        if self._ordered_gradients is None:
+            self._ordered_gradients = RankOrderBackend(self.gradients)
+        ordered = self._ordered_gradients
+        if ordered.gathers is None and not self.gradients.rank_order_devices.issuperset(devices):
+            ordered.gathers = MonitoredBackend(self._parent.duplicate("gathers"), self.monitor)
+        return ordered
+
     def next_name(self, kind: str) -> str:
         """Return a name for an unnamed collective; the same on all ranks, which call in the same order."""
         self.num_unnamed += 1
@@ -150,7 +167,7 @@ class Group:
     def require_usable(self) -> None:
         """Raise NotInitializedError, UsageError or CollectiveError if this rank cannot begin a collective."""
         if self._is_closed:
-            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+            raise NotInitializedError(CLOSED)
         if not self.is_member:
             raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
         if self._failure is not None:
@@ -225,14 +242,9 @@ class Group:
         before = None if probe is None else probe.enter(fast)
         try:
             self.exchanges += 1  # exchange() and _end_cycle() are written out here, to call fewer functions
-            exchange = (
-                ControlAllgather(self.backend, fast.message, "exchange")
-                if self._mailbox is None
-                else ShmMessage(self._mailbox, fast.message)
-            )
-            payloads = exchange.suffixes(fast.agreed)
-            if payloads is not None:
-                result = fast.perform(self.backend, payloads)
+            exchange = fast.begin(self.backend, self._host_ranks)
+            result = fast.perform(self.backend, exchange)
+            if result is not None:
                 if self.wait_times is not None:
                     self.wait_times.record_operation(began, began or None)
                 return result
@@ -391,8 +403,8 @@ class Group:
     def exchange(self, payload: bytes) -> ControlAllgather | ShmMessage:
         """Begin to exchange one payload per rank; one exchange at a time, under a name that Horovod can cache."""
         self.exchanges += 1
-        if self._mailbox is not None:
-            return ShmMessage(self._mailbox, payload)
+        if self._host_ranks is not None:
+            return ShmMessage(self._host_ranks, payload)
         return ControlAllgather(self.backend, payload, "exchange")
 
     @contextlib.contextmanager
@@ -404,7 +416,7 @@ class Group:
             if self._pending:
                 raise UsageError(f"still under way: {', '.join(self._pending)}; wait for them before this call")
             self._is_progressing = True
-        waiters: list[Any] = [self.backend, self._gradients, self._mailbox and self._mailbox.peers]
+        waiters: list[Any] = [self.backend, self._ordered_gradients or self._gradients, self._host_ranks]
         usual_s = self.backend.timeout_s
         try:
             for waiter in filter(None, waiters):
@@ -433,8 +445,8 @@ class Group:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        if self._mailbox is not None:
-            self._mailbox.close()
+        if self._host_ranks is not None:
+            self._host_ranks.close()
         self._parent.close()
         if self._thread is not None:
             self._thread.join(DRAIN_S)

@@ -1,4 +1,4 @@
-"""Negotiation: every rank computes the same collectives to perform next from the requests of all ranks."""
+"""Negotiation: from the requests of all ranks each computes what to perform next, or why the ranks disagree."""
 
 from __future__ import annotations
 

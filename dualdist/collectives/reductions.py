@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from dualdist.backends.base import Backend, ReduceOp, Work
+from dualdist.backends.base import Backend, ConvertedWork, ReduceOp, Work
 from dualdist.backends.control_plane import ControlAllgather, allgather_bytes, as_bytes
 from dualdist.errors import UsageError
 from dualdist.utils.suggest import require_choice
@@ -50,7 +50,7 @@ STORED_ONLY = frozenset(
 LINEAR = ("mean", "sum")
 # The ops of booleans, whose sum would overflow in 8 bits.
 LOGIC: dict[ReduceOp, ReduceOp] = {"sum": "max", "product": "min"}
-LOCAL_OPS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+LOCAL_OPS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -128,20 +128,6 @@ def finalize_(reduced: torch.Tensor, op: Op, size: int, postscale: float) -> tor
     return scale_(divide_(reduced, size) if op == "mean" else reduced, postscale)
 
 
-class ConvertedWork:
-    """Work on a copy in another dtype, whose result is copied back to the caller's buffer."""
-
-    def __init__(self, work: Work, copy_back: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._work = work
-        self._copy_back = copy_back
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self) -> torch.Tensor:
-        return self._copy_back(self._work.wait())
-
-
 def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
     """Reduce a contiguous buffer of any dtype in place, by the dtypes that the backend supports."""
     dtype = buffer.dtype
@@ -197,7 +183,7 @@ def _gather_and_reduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, na
 
 
 def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Reduce in rank order, (size, *s) -> (*s); small dtypes are rounded once, at the end."""
+    """Reduce in rank order, (size, *s) -> (*s); small dtypes are rounded once, at the end, after a mean's division."""
     dtype = rows.dtype
     if dtype == torch.bool:
         op = LOGIC.get(op, op)
@@ -205,10 +191,11 @@ def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         flip = TOP_BIT if op in ("min", "max") else 0
         return reduce_rows(rows.view(torch.int64) ^ flip, op).bitwise_xor(flip).view(torch.uint64)
     wide = rows.to(WIDER[dtype]) if dtype in WIDER else rows
+    combine = LOCAL_OPS["sum" if op == "mean" else op]
     total = wide[0].clone()
     for row in wide[1:]:
-        total = LOCAL_OPS[op](total, row)
-    return total.to(dtype)
+        combine(total, row, out=total)
+    return (divide_(total, len(rows)) if op == "mean" else total).to(dtype)
 
 
 def adasum_(backend: Backend, flat: torch.Tensor, sizes: Sequence[int], name: str) -> torch.Tensor:
@@ -239,11 +226,18 @@ def adaptive_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_sum(
-    backend: Backend, own: torch.Tensor, op: Op, name: str, scales: tuple[float, float] = (1.0, 1.0)
+    backend: Backend,
+    own: torch.Tensor,
+    op: Op,
+    name: str,
+    scales: tuple[float, float] = (1.0, 1.0),
+    *,
+    is_ordered: bool = False,
 ) -> torch.Tensor:
-    """Reduce sparse COO tensors by sum or mean; return a coalesced tensor.
+    """Reduce sparse COO tensors by sum or mean, in rank order; return a coalesced tensor.
 
-    Its number of sparse dimensions is the lowest among the ranks' tensors that store elements.
+    Its number of sparse dimensions is the lowest among the ranks' tensors that store elements. If `is_ordered`, numbers
+    below 32 bits are added in float32 and rounded once.
     """
     own, counts = _match_sparse_dim(backend, own.coalesce(), f"{name}.count")
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
@@ -253,15 +247,16 @@ def sparse_sum(
     sizes = [count * values.shape[1:].numel() * values.element_size() for count in counts]
     all_indices = allgather_bytes(backend, as_bytes(indices), rows, f"{name}.indices").view(indices.dtype)
     all_values = allgather_bytes(backend, as_bytes(values), sizes, f"{name}.values").view(values.dtype)
+    wide = WIDER.get(own.dtype, own.dtype) if is_ordered else own.dtype
     total = torch.sparse_coo_tensor(
         all_indices.reshape(-1, indices.shape[1]).t(),
-        all_values.reshape(-1, *values.shape[1:]),
+        all_values.reshape(-1, *values.shape[1:]).to(wide),
         own.shape,
         device=own.device,
         check_invariants=False,
     ).coalesce()
     finalize_(total.values(), op, backend.size, scales[1])
-    return total
+    return total.to(own.dtype)
 
 
 def _match_sparse_dim(backend: Backend, own: torch.Tensor, name: str) -> tuple[torch.Tensor, list[int]]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from dualdist.collectives import collectives
+from dualdist.collectives.arguments import Reduction
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import LINEAR, LOCAL_OPS, Op
 
@@ -31,22 +32,26 @@ def define_allreduce(
 
     @torch.library.custom_op(qualified_name, mutates_args=())
     def allreduce(
-        tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float
+        tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float, reduction: str
     ) -> torch.Tensor:
         with errors():
-            members = find_group(group)
-            return collectives.allreduce(members, tensor.detach(), cast(Op, op), name, prescale, postscale).run()
+            members, order = find_group(group), cast("Reduction | None", reduction or None)
+            return collectives.allreduce(
+                members, tensor.detach(), cast(Op, op), name, prescale, postscale, reduction=order
+            ).run()
 
     @allreduce.register_fake
-    def _(tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float) -> torch.Tensor:
+    def _(
+        tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float, reduction: str
+    ) -> torch.Tensor:
         return torch.empty_like(tensor)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.op, ctx.name, ctx.group, ctx.prescale, ctx.postscale = inputs
+        _, ctx.op, ctx.name, *ctx.others = inputs
 
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         name = f"{ctx.name}.backward" if ctx.name else ""
-        return allreduce(gradient, ctx.op, name, ctx.group, ctx.prescale, ctx.postscale), None, None, None, None, None
+        return allreduce(gradient, ctx.op, name, *ctx.others), *[None] * (2 + len(ctx.others))
 
     allreduce.register_autograd(backward, setup_context=setup_context)
     return allreduce
@@ -60,6 +65,7 @@ def trace(
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    reduction: str | None = None,
 ) -> torch.Tensor | None:
     """Put `operator` into the graph that is being traced; return None if torch.compile cannot follow this call."""
     backend = group.backend
@@ -67,4 +73,4 @@ def trace(
         return None
     if op not in LINEAR and (op not in LOCAL_OPS or tensor.requires_grad):
         return None
-    return operator(tensor, op, name or "", group.number, float(prescale), float(postscale))
+    return operator(tensor, op, name or "", group.number, float(prescale), float(postscale), reduction or "")

@@ -1,7 +1,5 @@
 """loader: a torch DataLoader that records progress in a Sampler and seeds its workers reproducibly."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import signal
@@ -12,13 +10,14 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils import worker as torch_worker  # private to torch: tests/unit/test_torch_private_names.py
 
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import EpochShare, Sampler
 from dualdist.errors import UsageError
 from dualdist.monitoring import preemption
+from dualdist.utils.suggest import type_name
 
 # Arguments of DataLoader that the sampler replaces, or that would break its count, with the reason.
 REFUSED_OPTIONS = {
@@ -68,7 +67,7 @@ def loader(
     if wrong:
         raise UsageError(f"dd.loader takes no {'; no '.join(wrong)}")
     if not isinstance(sampler, Sampler):
-        raise UsageError(f"dd.loader needs sampler=dd.Sampler(dataset, ...), not a {type(sampler).__name__}")
+        raise UsageError(f"dd.loader needs sampler=dd.Sampler(dataset, ...), not {type_name(sampler)}")
     if not isinstance(dataset, IterableDataset) and len(cast(Sized, dataset)) != sampler.count:
         raise UsageError(
             f"the data set has {len(cast(Sized, dataset))} samples, that of the sampler {sampler.count}: give both the "

@@ -1,7 +1,5 @@
 """States of the random generators of a training program: torch's, Python's and NumPy's."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ turn, one each, so that every step of all ranks takes the next piece of the orde
 number, whatever the number of ranks was or will be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -17,6 +15,7 @@ from torch.utils.data import IterableDataset
 from dualdist import session
 from dualdist.collectives.arguments import as_ints
 from dualdist.errors import UsageError
+from dualdist.utils.suggest import type_name
 
 Remainder = Literal["drop", "pad", "uneven"]
 
@@ -304,4 +303,4 @@ def _length(dataset: Sized | IterableDataset[Any]) -> int | None:
     except TypeError as error:
         if isinstance(dataset, IterableDataset):
             return None
-        raise UsageError(f"a sampler needs a data set with a length, not a {type(dataset).__name__}") from error
+        raise UsageError(f"a sampler needs a data set with a length, not {type_name(dataset)}") from error

@@ -30,7 +30,7 @@ class AdasumBucket(Bucket):
     def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Backend, dense: set[int]) -> None:
         super().__init__(plan, ReducerConfig("sum"), channel, dense)
 
-    def assign_grads(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
+    def assign_special_grads(self, params: Sequence[torch.Tensor], *, as_views: bool) -> list[tuple[int, bool]]:
         """Set a gradient that is not finite on some rank to NaN."""
         for param, (_, is_nonfinite) in zip(params, self.read_flags(), strict=True):
             if is_nonfinite and param.grad is not None and param.grad.is_sparse:
@@ -41,7 +41,7 @@ class AdasumBucket(Bucket):
 
     def reduced_values(self) -> torch.Tensor:
         """Return infinity for each gradient that is not finite on some rank, else 0."""
-        is_nonfinite = self._unpacked().tail[len(self.plan.shapes) : -len(BUCKET_FLAGS)] > 0
+        is_nonfinite = self.tail[len(self.plan.shapes) : -len(BUCKET_FLAGS)] > 0
         return torch.where(is_nonfinite, math.inf, 0.0)
 
     def nonfinite_members(self) -> list[int]:
@@ -50,7 +50,8 @@ class AdasumBucket(Bucket):
     def members_to_unbucket(self, flags: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
         return []
 
-    def _flags(self, grads: Sequence[torch.Tensor | None], flag: int) -> torch.Tensor:
+    def _flags(self, grads: Sequence[torch.Tensor | None] | None, flag: int) -> torch.Tensor:
+        assert grads is not None, "no member has a place in the bucket"
         flags = torch.zeros(2 * len(grads) + len(BUCKET_FLAGS), dtype=torch.float32, device=self.plan.device)
         flags[flag] = 1.0
         values = {n: grad._values() if grad.is_sparse else grad for n, grad in enumerate(grads) if grad is not None}

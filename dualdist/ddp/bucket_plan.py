@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from dualdist.collectives.arguments import Reduction
 from dualdist.ddp.compression import CastCompression, GradientCompressor, compressor_name
 from dualdist.errors import UsageError
 
@@ -18,9 +19,10 @@ GradientOp = Literal["mean", "sum", "adasum"]
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
-# Flags of a whole bucket, by position from the end: the rank sent its gradients, has joined, or discards the round.
-CONTRIBUTES, HAS_JOINED, DISCARDS = -3, -2, -1
-BUCKET_FLAGS = (CONTRIBUTES, HAS_JOINED, DISCARDS)
+# Flags of a whole bucket, by position from the end: the backward is inside of another; the rank sent its gradients, has
+# joined, or discards the reduction.
+IS_NESTED, CONTRIBUTES, HAS_JOINED, DISCARDS = -4, -3, -2, -1
+BUCKET_FLAGS = (IS_NESTED, CONTRIBUTES, HAS_JOINED, DISCARDS)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class ReducerConfig:
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
     check_every: int | None = None
+    gradient_as_bucket_view: bool = True  # of this rank; the ranks need not agree
+    compares_start: bool = True  # compare the ranks' parameters in the first reduction
+    reduction: Reduction | None = None  # None until the optimizer is wrapped: that of the group
+    shard: bool = False  # divide the optimizer's state between the ranks
 
     @property
     def description(self) -> str:
@@ -44,7 +50,8 @@ class ReducerConfig:
         checks = "" if self.check_every is None else f" check_every={self.check_every}"
         return (
             f"op={self.op} compression={wire} gradient_predivide_factor={self.gradient_predivide_factor} "
-            f"sparse_as_dense={self.sparse_as_dense} bytes={self.first_bucket_bytes}, {self.bucket_bytes}{checks}"
+            f"sparse_as_dense={self.sparse_as_dense} bytes={self.first_bucket_bytes}, {self.bucket_bytes} "
+            f"reduction={self.reduction} shard={self.shard}{checks}"
         )
 
 
@@ -114,7 +121,6 @@ class BucketPlan:
     strides: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
-    region: int  # of the buffers, as reserved by the channel
     unbucketed: frozenset[int] = frozenset()
 
     @property

@@ -27,7 +27,7 @@ POLL_S = 0.0005
 class JoinedRank:
     """Take part in the gradient reductions of a group's other ranks.
 
-    The first message of a round is always under way: when it arrives, the others have begun a round, or all have
+    The first message of a reduction is always under way: when it arrives, the others have begun one, or all have
     joined. It is the exchange of due reducers, or the first bucket if the group has one reducer only.
     """
 
@@ -41,18 +41,18 @@ class JoinedRank:
         for plan in self._plans:
             reducer = plan.reducer()
             if reducer is not None:
-                reducer.discard_interrupted_round()
+                reducer.discard_interrupted()
         self._launch_first_message()
 
-    def has_round_begun(self) -> bool:
+    def has_reduction_begun(self) -> bool:
         if self._is_over:
             return False
         if self._first is not None:
             return self._first.done()
         return self._work is not None and self._work.done()
 
-    def run_round(self) -> None:
-        """Take part in the round that has begun; wait for its first message if necessary."""
+    def run_reduction(self) -> None:
+        """Take part in the reduction that has begun; wait for its first message if necessary."""
         if self._first is not None:
             self._first.wait()
             self._is_over = not (self._first.any_rank_set(CONTRIBUTES) or self._first.any_rank_set(DISCARDS))
@@ -69,7 +69,7 @@ class JoinedRank:
     def finish(self) -> None:
         """Wait for the message under way, once all ranks have joined."""
         while not self._is_over:
-            self.run_round()
+            self.run_reduction()
 
     def _launch_first_message(self) -> None:
         if self._is_over:
@@ -105,7 +105,9 @@ class JoinedRank:
             report.exchange(self._group.gradients)
 
     def _launch(self, plan: ReductionPlan, bucket_index: int) -> Bucket:
-        bucket = plan.make_bucket(bucket_index, self._group.gradients)
+        is_ordered, group = plan.config.reduction == "ordered", self._group
+        bucket = plan.make_bucket(bucket_index, group.ordered_gradients() if is_ordered else group.gradients)
+        bucket.values.zero_()
         bucket.launch([None] * len(bucket.plan.shapes), HAS_JOINED)
         return bucket
 
@@ -113,7 +115,7 @@ class JoinedRank:
 def join(group: Group) -> int:
     """Take part in the other ranks' operations until all have joined; return the rank that joined last.
 
-    The other ranks may begin a user's operation or a round of gradients next, each on a separate channel: this rank
+    The other ranks may begin a user's operation or a reduction of gradients next, each on a separate channel: this rank
     begins both and follows the one that arrives, for as long as the others respond. Its own pending operations are
     finished first.
     """
@@ -130,8 +132,8 @@ def join(group: Group) -> int:
             exchange = group.exchange(message)
             deadline = Deadline(timeout_s)
             while not exchange.done():
-                if gradients.has_round_begun():
-                    gradients.run_round()
+                if gradients.has_reduction_begun():
+                    gradients.run_reduction()
                     deadline = Deadline(timeout_s)
                 elif deadline.passed():
                     require_responsive(group.monitor)

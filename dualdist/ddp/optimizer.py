@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from dualdist.collectives.arguments import Reduction, check_reduction
 from dualdist.collectives.collectives import allreduce
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import Op
@@ -20,8 +24,10 @@ from dualdist.ddp.adasum import DeltaSteps, closure_of
 from dualdist.ddp.bucket_plan import ReducerConfig
 from dualdist.ddp.param_buckets import Errors
 from dualdist.ddp.reducer import Reducer
+from dualdist.ddp.sharding import StateSharding, require_shardable
 from dualdist.ddp.step_checks import StepChecks
 from dualdist.errors import UsageError
+from dualdist.utils.suggest import type_name
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -44,26 +50,25 @@ def wrap_optimizer(
     Gradients of each of the `fused_groups` share buckets. For `next_group` and `errors` see ParamBuckets.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"wrap_optimizer takes a torch optimizer, not a {type(optimizer).__name__}")
-    if config.op not in ("mean", "sum", "adasum"):
-        raise UsageError(f"op {config.op!r}: gradients are reduced by 'mean', 'sum' or 'adasum'")
-    if config.op == "adasum" and (group.size & (group.size - 1) or config.gradient_predivide_factor != 1.0):
-        raise UsageError(
-            f"op 'adasum' needs a power of two ranks, not {group.size}, and gradient_predivide_factor=1.0, not "
-            f"{config.gradient_predivide_factor}"
-        )
-    if not config.gradient_predivide_factor > 0:
-        raise UsageError(f"gradient_predivide_factor={config.gradient_predivide_factor}: expected a number above 0")
+        raise UsageError(f"wrap_optimizer takes a torch optimizer, not {type_name(optimizer)}")
+    config = _resolve_config(config, group)
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}: expected the number of backwards before a reduction, 1 or more")
     if not group.is_member:
         raise UsageError(
             f"this process is not a member of the group of ranks {list(group.ranks)}: call this on its members only"
         )
+    if config.shard:
+        require_shardable(optimizer)
     former = get_wrapper(optimizer)
     if former is not None and former.reducer.group.is_open:
         raise UsageError("this optimizer is wrapped already: wrap_optimizer returns the same object, call it once")
     names = names_by_id(optimizer, named_parameters)
+    if group.size > 1 and config.compares_start and _is_in_ddp(optimizer):
+        raise UsageError(
+            "DistributedDataParallel reduces the gradients of this optimizer's parameters already: leave the optimizer "
+            "unwrapped, or the model"
+        )
     unwrap_optimizer(optimizer)  # from an earlier session
     if group.size == 1 and config.op == "adasum":
         config = replace(config, op="mean")
@@ -83,18 +88,56 @@ def wrap_optimizer(
     return optimizer
 
 
+def _resolve_config(config: ReducerConfig, group: Group) -> ReducerConfig:
+    """Return the configuration for this group; raise UsageError unless its values fit together."""
+    if config.op not in ("mean", "sum", "adasum"):
+        raise UsageError(f"op {config.op!r}: gradients are reduced by 'mean', 'sum' or 'adasum'")
+    if config.op == "adasum" and (group.size & (group.size - 1) or config.gradient_predivide_factor != 1.0):
+        raise UsageError(
+            f"op 'adasum' needs a power of two ranks, not {group.size}, and gradient_predivide_factor=1.0, not "
+            f"{config.gradient_predivide_factor}"
+        )
+    if not config.gradient_predivide_factor > 0:
+        raise UsageError(f"gradient_predivide_factor={config.gradient_predivide_factor}: expected a number above 0")
+    if config.shard and config.op == "adasum":
+        raise UsageError(
+            "shard=True with op='adasum', for which every rank steps on all parameters: choose one of the two"
+        )
+    reduction = config.reduction or group.reduction
+    check_reduction(reduction, config.op)
+    if reduction == "ordered" and config.compressor is not None:
+        raise UsageError(
+            "reduction='ordered' with compression: what is compressed is added in the format in which it is sent; "
+            "choose one of the two"
+        )
+    return replace(config, reduction=reduction)
+
+
 @dataclass
 class OptimizerWrapper:
     """An attribute of a wrapped optimizer: its reducer, and a function that unwraps it."""
 
     reducer: Reducer
     unwrap: Callable[[], None]
+    sharding: StateSharding | None = None
     skip_reduction: bool = False  # steps use the gradients as they are
 
 
 def get_wrapper(optimizer: torch.optim.Optimizer) -> OptimizerWrapper | None:
     """Return the optimizer's wrapper, if any; copies and pickles have none."""
     return getattr(optimizer, WRAPPER, None)
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Return True for an optimizer of which this rank has a part of the state: its state_dict() is a collective."""
+    wrapper = getattr(optimizer, WRAPPER, None)
+    return wrapper is not None and wrapper.sharding is not None and wrapper.sharding.is_partial
+
+
+def require_whole_state(optimizer: torch.optim.Optimizer, action: str) -> None:
+    """Raise UsageError if this rank has a part of the optimizer's state."""
+    if is_sharded(optimizer):
+        raise UsageError(f"this rank has a part of the optimizer's state, as it was wrapped with shard=True: {action}")
 
 
 def get_reduction_order(optimizer: torch.optim.Optimizer) -> list[int] | None:
@@ -115,63 +158,87 @@ def move_to_group(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> 
 
     Every rank of the group calls this, or wrap_optimizer for each of them.
     """
-    reducers = [wrapper.reducer for optimizer in optimizers if (wrapper := get_wrapper(optimizer)) is not None]
-    for reducer in sorted(reducers, key=lambda reducer: reducer.number):
-        reducer.move_to_group(group)
+    wrappers = [wrapper for optimizer in optimizers if (wrapper := get_wrapper(optimizer)) is not None]
+    for wrapper in sorted(wrappers, key=lambda wrapper: wrapper.reducer.number):
+        wrapper.reducer.move_to_group(group)
+        if wrapper.sharding is not None:
+            wrapper.sharding.assign()
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer a plain one again; every rank that wrapped it calls this."""
     wrapper = get_wrapper(optimizer)
     if wrapper is not None:
+        require_whole_state(
+            optimizer,
+            "before dd.shutdown() keep its state_dict(), which every rank calls, and load that before wrapping again",
+        )
         wrapper.unwrap()
 
 
 def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Optimizer) -> None:
     """Hook the reducer to the optimizer's steps, zero_grad and add_param_group; not copied or pickled."""
-    add_param_group, zero_grad = optimizer.add_param_group, optimizer.zero_grad
+    add_param_group, zero_grad = _weakly(optimizer.add_param_group), _weakly(optimizer.zero_grad)
 
-    @functools.wraps(add_param_group)
+    @functools.wraps(optimizer.add_param_group)
     def add_and_reduce(param_group: dict[str, Any]) -> None:
-        add_param_group(param_group)
+        add_param_group()(param_group)
         reducer.update()
 
-    @functools.wraps(zero_grad)
+    @functools.wraps(optimizer.zero_grad)
     def zero_and_reset(*args: Any, **kwargs: Any) -> None:
-        zero_grad(*args, **kwargs)
+        reducer.prepare_zero_grad()
+        if sharding is not None:
+            sharding.show_gradients()  # after a step that raised
+        zero_grad()(*args, **kwargs)
         reducer.reset_step()  # also after a skipped step, as by GradScaler after an overflow
 
+    for function in (add_and_reduce, zero_and_reset):
+        del function.__wrapped__  # the optimizer's method: Note [ownership]
+    reference = weakref.ref(optimizer)
+    sharding = StateSharding(reducer) if config.shard else None
     attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_reset}
 
     def unwrap() -> None:
+        if unshard is not None:
+            unshard()
         before.remove()
         after.remove()
         for name in (*attributes, WRAPPER):
-            delattr(optimizer, name)
+            delattr(reference(), name)
         reducer.detach()
 
-    wrapper = OptimizerWrapper(reducer, unwrap)
+    wrapper = OptimizerWrapper(reducer, unwrap, sharding)
     checks = None if config.check_every is None else StepChecks(reducer, config.check_every)
-    steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapper, config.op, checks)
+    steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapper, config, checks)
     if config.op == "adasum":
         steps = DeltaSteps(reducer, config.compressor, checks)
     before = optimizer.register_step_pre_hook(steps.before)
+    unshard = None if sharding is None else sharding.attach(optimizer)
     after = optimizer.register_step_post_hook(steps.after)
-    after_step = optimizer._optimizer_step_post_hooks  # ours first, so that the user's see the combined steps
+    # Ours first, so that the user's see the combined steps; private to torch: tests/unit/test_torch_private_names.py.
+    after_step = optimizer._optimizer_step_post_hooks
     after_step |= {number: after_step.pop(number) for number in list(after_step) if number != after.id}
     for name, value in {**attributes, WRAPPER: wrapper}.items():
         setattr(optimizer, name, value)  # on this object, not on its class
 
 
+def _weakly(method: Callable[..., None]) -> Callable[[], Callable[..., None]]:
+    """Return a function that returns a method of the optimizer, or a function that took its place."""
+    if isinstance(method, MethodType):
+        return cast(Callable[[], Callable[..., None]], weakref.WeakMethod(method))
+    return lambda: method
+
+
 class _ReducedSteps:
-    """The hooks before and after an optimizer's step: ensure that gradients are reduced, then begin a new round.
+    """The hooks before and after an optimizer's step: ensure that gradients are reduced, then begin the next step.
 
     A step that calls that of its base class runs the hooks twice; the inner ones have no effect.
     """
 
-    def __init__(self, wrapper: OptimizerWrapper, op: Op, checks: StepChecks | None) -> None:
+    def __init__(self, wrapper: OptimizerWrapper, config: ReducerConfig, checks: StepChecks | None) -> None:
         self._wrapping = wrapper
-        self._op = op
+        self._config = config
         self._checks = checks
 
     def before(
@@ -187,12 +254,14 @@ class _ReducedSteps:
             return None
         # The closure will run backward, several times with LBFGS.
         checks = () if self._checks is None else self._checks.for_closure(optimizer)
-        reduced = _ReducedClosure(self._wrapping.reducer, closure, self._op, iter(checks))
+        reduced = _ReducedClosure(self._wrapping, optimizer, closure, self._config, iter(checks))
         if len(args) > 1:
             return (args[0], reduced, *args[2:]), kwargs
         return args, {**kwargs, "closure": reduced}
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._wrapping.sharding is not None:
+            self._wrapping.sharding.finish_step(optimizer)
         self._wrapping.reducer.reset_step()
 
 
@@ -200,24 +269,35 @@ class _ReducedClosure:
     """A closure that also reduces the gradients and its loss."""
 
     def __init__(
-        self, reducer: Reducer, closure: Callable[[], Any], op: Op, checks: Iterator[Callable[[], None]]
+        self,
+        wrapper: OptimizerWrapper,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        config: ReducerConfig,
+        checks: Iterator[Callable[[], None]],
     ) -> None:
-        self._reducer = reducer
+        self._reducer = wrapper.reducer
+        self._sharding = wrapper.sharding
+        self._optimizer = optimizer
         self._closure = closure
-        self._op = op
+        self._config = config
         self._checks = checks
 
     def __call__(self) -> Any:
+        if self._sharding is not None:
+            self._sharding.show_gradients()
         loss = self._closure()
         self._reducer.synchronize()
         for check in itertools.islice(self._checks, 1):
             check()
         self._reducer.reset_step()
+        if self._sharding is not None:
+            self._sharding.hide_gradients(self._optimizer)
         with self._reducer.errors():
-            return _reduced_loss(self._reducer.group, loss, self._op)
+            return _reduced_loss(self._reducer.group, loss, self._config.op, self._config.reduction)
 
 
-def _reduced_loss(group: Group, loss: Any, op: Op) -> Any:
+def _reduced_loss(group: Group, loss: Any, op: Op, reduction: Reduction | None) -> Any:
     """Reduce a closure's loss as the gradients are, so that LBFGS's line search decides alike on all ranks.
 
     A loss that is not a number, such as None, is returned as it is; MismatchError if only some ranks have a number.
@@ -229,9 +309,18 @@ def _reduced_loss(group: Group, loss: Any, op: Op) -> Any:
         allreduce(group, torch.empty(0), op, name).run()
         return loss
     if not isinstance(loss, torch.Tensor):
-        return allreduce(group, torch.tensor(float(loss), dtype=torch.float64), op, name).run().item()
+        value = torch.tensor(float(loss), dtype=torch.float64)
+        return allreduce(group, value, op, name, reduction=reduction).run().item()
     is_divisible = loss.is_floating_point() or loss.is_complex()
-    return allreduce(group, loss if is_divisible else loss.double(), op, name).run()
+    return allreduce(group, loss if is_divisible else loss.double(), op, name, reduction=reduction).run()
+
+
+def _is_in_ddp(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a DistributedDataParallel has some of the parameters, which torch records nowhere else."""
+    kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
+    models = [each for each in gc.get_referrers(*kinds) if isinstance(each, DistributedDataParallel)]
+    reduced = {id(param) for model in models for param in model.parameters()}
+    return any(id(param) in reduced for param in optimizer_params(optimizer))
 
 
 def names_by_id(

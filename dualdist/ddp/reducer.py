@@ -9,19 +9,21 @@ several, nothing is launched early: when backward ends the ranks exchange, in on
 due, and reduce those in the order of their creation.
 
 Note [interrupted backward]: a backward that raises never runs its final callback, while the other ranks wait for the
-buckets it had not launched. So the next backward first completes that round, with the flag DISCARDS in its last
-bucket, which is never launched before a backward ends. All ranks then discard the round, whichever backward they took
-it for: a rank whose backward raised before anything was launched does not know of it. The gradients stay as they are,
-and the new round reduces them. A backward inside a backward (re-entrant checkpointing) looks the same and is handled
-the same; its end reduces once more, which does not change a mean.
+buckets it had not launched. So the next backward first completes that reduction, with the flag DISCARDS in its last
+bucket, which is never launched before a backward ends. All ranks then discard it, whichever backward they took it for:
+a rank whose backward raised before anything was launched does not know of it. The gradients stay as they are, and the
+next reduction takes them. A backward inside a backward (re-entrant checkpointing) looks the same and is handled the
+same; its end reduces once more, which does not change a mean. If only some ranks do this, all raise.
 
-On a GPU the host does not wait to read the others' flags; only a rank that discards a round does. If another rank has
-taken that round for its own, the group fails.
+Gradients that were accumulated into the bucket itself are lost with what was sent of them: zero_grad() replaces them,
+and without it the group fails. On a GPU the host does not wait to read the others' flags; only a rank that discards a
+reduction does. If another rank has taken it for its own, the group fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -30,20 +32,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward  # private to torch: tests/unit/test_torch_private_names.py
 
-from dualdist.backends.control_plane import broadcast_object
+from dualdist.backends.control_plane import ControlAllgather, broadcast_object
 from dualdist.collectives.broadcast_state import allgather_object
+from dualdist.collectives.consistency import difference, digest
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, ReducerConfig
-from dualdist.ddp.flat_buffer import refuse_capture
+from dualdist.ddp.packer import assign_grad, create_packer, is_dense, is_view_of, owner_of
 from dualdist.ddp.param_buckets import Errors, ParamBuckets
 from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
 from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
-from dualdist.errors import CollectiveError, UsageError
+from dualdist.errors import CollectiveError, DriftError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
-
-_current_backward = torch._C._current_graph_task_id
 
 
 class Reducer(ParamBuckets):
@@ -65,18 +67,19 @@ class Reducer(ParamBuckets):
         next_group: Callable[[], Group] | None = None,
         errors: Errors = contextlib.nullcontext,
     ) -> None:
-        self.is_suspended = False  # skip reduction, like DDP's no_sync()
         # With check_every: kinds by rank for each parameter whose gradient is not finite, the number of reductions, and
         # whether some ranks had joined in the last one.
         self.nonfinite: dict[int, list[int]] = {}
         self.num_reductions = 0
         self.has_joined_ranks = False
+        # Gradients become views of the buckets; not where a report may need those before the reduction.
+        self._assigns_views = config.gradient_as_bucket_view and config.check_every is None
+        self._packer = create_packer(self)
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a separate thread
-        self._ready: dict[int, None] = {}  # parameters whose gradients are ready, in that order
         self._next_bucket = 0  # the first that has not been launched
-        self._open_backwards: set[int] = set()  # autograd's ids of backwards that have not ended
+        self._is_nested = False  # the last backward began inside of another
         self._num_backwards = 0  # since the last reduction
-        self._num_rounds = 0  # since the last step
+        self._num_since_step = 0  # reductions since the last step
         self._last_sums: list[weakref.ref[torch.Tensor]] = []  # the gradients assigned last, with op="sum"
         super().__init__(
             group,
@@ -91,21 +94,37 @@ class Reducer(ParamBuckets):
 
     def _enter(self, group: Group) -> None:
         super()._enter(group)
-        self._ready.clear()
-        self._open_backwards.clear()
-        self._next_bucket = self._num_backwards = self._num_rounds = 0
+        self._next_bucket = self._num_backwards = self._num_since_step = 0
+        self._has_reduced = self._must_compare = False
+        self._was_compared = not self._config.compares_start or self._config.check_every is not None
+
+    @property
+    def is_suspended(self) -> bool:
+        """True while gradients are not reduced, as within DDP's no_sync()."""
+        return self._packer.is_suspended
+
+    @is_suspended.setter
+    def is_suspended(self, value: bool) -> None:
+        self._packer.is_suspended = value
 
     def synchronize(self) -> None:
         """Reduce now, however many backwards have run, unless they have been reduced already."""
         self._require_open()
-        if self._num_rounds == 0 or self._num_backwards:
+        self._is_nested = False
+        if self._num_since_step == 0 or self._num_backwards:
             with self.errors(), self.group.fail_on_error():
-                _run_round(self.group, [self])
+                self.discard_interrupted()
+                _reduce_due(self.group, [self])
 
     def reset_step(self) -> None:
         """Begin the next step: the gradients have been used or cleared."""
-        self._num_rounds = self._num_backwards = 0
+        self._num_since_step = self._num_backwards = 0
         self.nonfinite = {}
+
+    def prepare_zero_grad(self) -> None:
+        """Take the gradients of a backward that raised out of the buckets, which are still being reduced."""
+        if self._next_bucket:
+            self.keep_grads()
 
     def set_order(self, order: Sequence[int]) -> None:
         """Rebuild the buckets in the order of another run; every rank calls this, between two steps.
@@ -114,83 +133,89 @@ class Reducer(ParamBuckets):
         """
         if self._fused_groups or self._config.op == "adasum":  # whose order is that of registration
             return
-        if order != self.order and sorted(order) == list(range(len(self._references))):
+        if order != self.order and sorted(order) == list(range(len(self._owned))):
             # An interrupted backward may have got further on some ranks than on others.
             launched = allgather_object(self.group, self._next_bucket)
             with self.errors(), self.group.fail_on_error():
                 if any(launched):
-                    self._discard_round()
+                    self._discard()
                 self._adopt_order(order)
 
-    def on_grad_ready(self, param: torch.Tensor, number: int) -> None:
-        with self._lock:
-            if self.is_suspended:
+    def begin_backward(self, backward: int) -> None:
+        """Begin a reduction; the packer calls this at the first gradient of a backward."""
+        with self._lock, self.errors(), self.group.fail_on_error():
+            if self._packer.is_open(backward):  # by a hook of another device
                 return
-            backward = _current_backward()
-            if backward not in self._open_backwards:
-                with self.errors(), self.group.fail_on_error():
-                    self._begin_backward(backward)
-                number = self._numbers.get(id(param), number)  # a new group renumbers
-            if self._num_backwards + 1 < self.accumulate or number in self._ready:
-                return
-            self._ready[number] = None
-            bucket = self._buckets[self._bucket_of[number]]
-            if bucket.streams is not None:
-                bucket.streams.record()
-            index = self._index_in_bucket[number]
-            if index in bucket.large_members:
-                bucket.pack(index, param.grad)
-            bucket.num_pending -= 1
-            if bucket.num_pending == 0 and len(active_plans(self.group)) == 1:
-                with self.errors(), self.group.fail_on_error():
-                    self._launch_full()
+            self._require_open()
+            if self._uses_cuda:
+                refuse_capture()
+            self.discard_interrupted()
+            has_one_plan = len(active_plans(self.group)) == 1
+            if has_one_plan:  # else in _reduce_due, once the ranks know which reducers are due
+                self.update()
+            self._is_nested = _count_running_backwards() > 1
+            self._packer.packs = self._num_backwards + 1 >= self.accumulate
+            self._packer.launches_early = has_one_plan
+            self._packer.open(backward)
+            Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
 
-    def _launch_full(self) -> None:
-        while self._next_bucket < len(self._buckets) - 1 and self._buckets[self._next_bucket].num_pending == 0:
-            self._launch_next()
-        for bucket in self._buckets[: self._next_bucket]:
-            bucket.done()  # some transports progress only when polled
+    def on_bucket_ready(self) -> None:
+        """Launch the buckets that are full, up to the first that is not; the packer calls this when one is."""
+        with self._lock, self.errors(), self.group.fail_on_error():
+            while self._next_bucket < len(self._buckets) - 1 and self._packer.pending(self._next_bucket) == 0:
+                self._launch_next()
+            for bucket in self._buckets[: self._next_bucket]:
+                bucket.done()  # some transports progress only when polled
+
+    def refuse_gradient(self, number: int) -> None:
+        """Raise for a gradient whose dtype or device is not that of its bucket."""
+        param = self.params[number]
+        grad = torch.empty(0) if param.grad is None else param.grad
+        name = next((name for name, known in self.named_parameters() if known is param), f"parameter {number}")
+        raise UsageError(
+            f"the gradient of {name} is {grad.dtype} on {grad.device} now: the model was converted or moved after "
+            "dd.wrap_optimizer; convert it before"
+        )
 
     def _launch_next(self, flag: int = CONTRIBUTES) -> None:
-        params = [self._references[number]() for number in self._members[self._next_bucket]]
-        self._buckets[self._next_bucket].launch([None if param is None else param.grad for param in params], flag)
+        index = self._next_bucket
+        bucket, grads = self._buckets[index], None
+        if not self._packer.pack_rest(index):
+            params = [self._owned[number] for number in self._members[index]]
+            grads = [None if param is None else param.grad for param in params]
+        bucket.launch(grads, flag, is_nested=self._is_nested)
         self._next_bucket += 1
 
-    def _begin_backward(self, backward: int) -> None:
-        self._require_open()
-        if any(bucket.streams is not None for bucket in self._buckets):
-            refuse_capture()
-        self.discard_interrupted_round()
-        if len(active_plans(self.group)) == 1:  # else in _run_round, once the ranks know which reducers are due
-            self.update()
-        self._open_backwards.add(backward)
-        Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
+    def _replace_bucket(self, index: int) -> None:
+        self._buckets[index] = self._plan.make_bucket(index, self._channel)
+        self._packer.set_bucket(index, self._members[index], self._buckets[index].views)
 
     def _end_backward(self, backward: int) -> None:
         """Reduce what is due; every reducer of the backward is called, and the first does it for all."""
         due = [reducer for reducer in _live_reducers(self.group) if reducer._count_backward(backward)]
         if due:
             with self.errors(), self.group.fail_on_error():
-                _run_round(self.group, due)
+                _reduce_due(self.group, due)
 
     def _count_backward(self, backward: int) -> bool:
         """Count the end of a backward; return True if this reducer took part and is due."""
         with self._lock:
-            if backward not in self._open_backwards:
+            if not self._packer.is_open(backward):
                 return False
-            self._open_backwards.clear()  # the others were interrupted
+            self._packer.close_all()  # the others were interrupted
             self._num_backwards += 1
             return self._num_backwards >= self.accumulate
 
-    def discard_interrupted_round(self) -> None:
-        """Complete and discard the round of a backward that raised: Note [interrupted backward]."""
+    def discard_interrupted(self) -> None:
+        """Complete and discard the reduction of a backward that raised: Note [interrupted backward]."""
         if self._next_bucket == 0:
-            self._reset_round()
+            self._reset()
         else:
-            self._discard_round()
+            self._discard()
 
-    def _discard_round(self) -> None:
-        """Complete the current round on all ranks, leaving the gradients as they are."""
+    def _discard(self) -> None:
+        """Complete the current reduction on all ranks, leaving the gradients as they are."""
+        self._require_gradients_outside()
         self._launch_rest_and_wait(DISCARDS)
         last = self._buckets[-1]
         if last.reads_flags_late and last.any_rank_set(CONTRIBUTES):
@@ -198,39 +223,68 @@ class Reducer(ParamBuckets):
                 "a backward raised on this rank after part of its gradients had been sent, and another rank has used "
                 "them as those of its own backward: resume from a checkpoint"
             )
-        self._reset_round()
+        self._reset()
+
+    def _require_gradients_outside(self) -> None:
+        """Raise CollectiveError if a gradient was accumulated into a bucket that has been sent."""
+        for bucket, members in zip(self._buckets[: self._next_bucket], self._members, strict=False):
+            for view, number in zip(bucket.views, members, strict=True):
+                param = self._owned[number]
+                if param is not None and view is not None and is_view_of(param.grad, view):
+                    raise CollectiveError(
+                        "a backward raised on some rank after gradients had been sent from where they are, in the "
+                        "buckets: after an exception call zero_grad() before the next backward, or pass "
+                        "gradient_as_bucket_view=False to dd.wrap_optimizer"
+                    )
 
     def _reduce(self) -> None:
         """Reduce all gradients and assign the results."""
-        if self._config.op == "sum" and self._num_rounds and self._holds_last_sums():
+        if self._config.op == "sum" and self._num_since_step and self._holds_last_sums():
             raise UsageError(
                 "a second backward before step() would add up again what is the sum over all ranks already: call "
-                "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'"
+                "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'; where "
+                "torch.utils.checkpoint(use_reentrant=True) runs that backward, pass use_reentrant=False"
             )
         with self._lock:
-            self._finish_round()
+            self._finish()
             self._num_backwards = 0
-            self._num_rounds += 1
+            self._num_since_step += 1
             self.group.gradient_reductions += 1
+            was_first, self._has_reduced = not self._has_reduced, True
+            if self._must_compare:
+                self._must_compare, self._was_compared = False, True
+                self._require_same_start(was_first=was_first)
 
     def _holds_last_sums(self) -> bool:
         """Return True if a parameter's gradient is still the tensor of the last sum."""
         sums = {id(grad) for reference in self._last_sums if (grad := reference()) is not None}
         return any(id(param.grad) in sums for param in self.params)
 
-    def _finish_round(self) -> None:
-        ready = list(self._ready)
+    def _finish(self) -> None:
+        ready = self._packer.order()
+        self._require_hooks(ready)
         self._launch_rest_and_wait()
         while self._was_discarded():
-            self._reset_round()
+            self._require_gradients_outside()
+            self._reset()
             self._launch_rest_and_wait()
+        if self._buckets and not self._buckets[-1].reads_flags_late and self._buckets[-1].is_nested_elsewhere():
+            raise CollectiveError(
+                "some ranks reduce the gradients of a backward inside of another, as of "
+                "torch.utils.checkpoint(use_reentrant=True), and others do not: use it on every rank equally often, or "
+                "pass use_reentrant=False"
+            )
+        if not self._was_compared and self._buckets:
+            self._must_compare = not self._buckets[0].any_rank_set(HAS_JOINED)
         must_rebuild = self._must_rebuild_buckets()
         self._assign_grads()
         if must_rebuild:
             self._adopt_order(ready)
+        if self._config.op == "sum":
+            self._last_sums = [weakref.ref(param.grad) for param in self.params if param.grad is not None]
 
     def _was_discarded(self) -> bool:
-        """Return True if another rank took this round for one it had to discard."""
+        """Return True if another rank had to discard this reduction."""
         return (
             bool(self._buckets) and not self._buckets[-1].reads_flags_late and self._buckets[-1].any_rank_set(DISCARDS)
         )
@@ -245,29 +299,66 @@ class Reducer(ParamBuckets):
             self.group.wait_times.record_gradient_reduction(began)
 
     def _must_rebuild_buckets(self) -> bool:
-        """Return True after the first round without joined ranks."""
+        """Return True after the first reduction without joined ranks."""
         if self._num_layouts > 1 or self._fused_groups or self._config.op == "adasum" or not self._buckets:
             return False
         return not self._buckets[0].any_rank_set(HAS_JOINED)
 
+    def _require_hooks(self, ready: Sequence[int]) -> None:
+        """Raise UsageError if a parameter's gradient came without its hook, which torch drops in a conversion."""
+        for number in set(range(len(self._owned))).difference(ready) if len(ready) < len(self._owned) else ():
+            param = self._owned[number]
+            if param is not None and param.requires_grad and param.grad is not None and owner_of(param) is not self:
+                self.refuse_gradient(number)
+
+    def _require_same_start(self, *, was_first: bool) -> None:
+        """Raise DriftError on every rank unless all ranks begin with the same parameters.
+
+        Called after the first reduction without joined ranks. If there was one with them, some ranks did not step.
+        """
+        own = digest(param for param in self._owned if param is not None) if was_first else ""
+        found = {*ControlAllgather(self._channel, own.encode(), f"{self.name}.digests").wait()}
+        if len(found) == 1 or b"" in found:
+            return
+        owned = {id(param) for param in self._owned if param is not None}
+        tensors = [(name, param) for name, param in self.named_parameters() if id(param) in owned]
+        raise DriftError(
+            f"before the first step {difference(self._channel, tensors, f'{self.name}.start')}. Call "
+            "dd.broadcast_parameters(model) before the training, so that all ranks begin with the same values"
+        )
+
     def _adopt_order(self, ready: Sequence[int]) -> None:
         """Rebuild the buckets in the first rank's order, and the parameters without gradients after it."""
         planned = [number for members in self._members for number in members]
-        order = [*ready, *(number for number in planned if number not in set(ready))]
+        known = set(ready)
+        order = [*ready, *(number for number in planned if number not in known)]
         self._rebuild_buckets(broadcast_object(self._channel, order, 0, f"{self.name}.order"))
-        self._reset_round()
+        if self._assigns_views:
+            for bucket, members in zip(self._buckets, self._members, strict=True):
+                for view, number in zip(bucket.views, members, strict=True):
+                    param = self._owned[number]
+                    grad = None if param is None or view is None else param.grad
+                    if param is not None and view is not None and grad is not None and is_dense(grad):
+                        assign_grad(param, view.copy_(grad), as_views=True)
+        self._reset()
 
     def _assign_grads(self) -> None:
-        """Assign the reduced values to the parameters' gradients."""
-        all_params = self.params
+        """Make the reduced values the parameters' gradients."""
+        as_views = self._assigns_views
         for bucket in self._buckets:
             bucket.unpack()
         report = None if self._config.check_every is None else NonFiniteReport()
         if report is not None:
-            report.scan(self._buckets, lambda bucket_index, index: all_params[self._members[bucket_index][index]].grad)
-        for bucket_index, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
-            params = [all_params[number] for number in members]
-            unbucketed = bucket.assign_grads(params)
+            owned = self.params
+            report.scan(self._buckets, lambda bucket_index, index: owned[self._members[bucket_index][index]].grad)
+        all_params: list[torch.Tensor] = []
+        for bucket_index, bucket in enumerate(self._buckets):
+            if bucket.are_all_dense():
+                self._packer.assign_grads(bucket_index, as_views)
+                continue
+            all_params = all_params or self.params
+            params = [all_params[number] for number in self._members[bucket_index]]
+            unbucketed = bucket.assign_special_grads(params, as_views=as_views)
             for index, as_dense in unbucketed:
                 grad = params[index].grad
                 params[index].grad = bucket.reduce_unbucketed(index, grad, as_dense=as_dense)
@@ -276,12 +367,10 @@ class Reducer(ParamBuckets):
             self._plan.unbucket(bucket_index, [index for index, _ in unbucketed])
         if report is not None:
             self._record_nonfinite(report)
-        if self._config.op == "sum":
-            self._last_sums = [weakref.ref(param.grad) for param in all_params if param.grad is not None]
-        self._reset_round()
+        self._reset()
 
     def _record_nonfinite(self, report: NonFiniteReport) -> None:
-        """Record which ranks' gradients were not finite; a second round, in which all are, keeps the first's."""
+        """Record which ranks' gradients were not finite; a second reduction, in which all are, keeps the first's."""
         found = {
             self._members[bucket][index]: kinds for (bucket, index), kinds in report.exchange(self._channel).items()
         }
@@ -290,15 +379,13 @@ class Reducer(ParamBuckets):
         self.num_reductions += 1
         self.has_joined_ranks = bool(self._buckets) and self._buckets[0].any_rank_set(HAS_JOINED)
 
-    def _reset_round(self) -> None:
-        """Forget ready gradients, and replace the buckets whose plan has changed."""
+    def _reset(self) -> None:
+        """Forget which gradients are ready, and replace the buckets whose plan has changed."""
         self._next_bucket = 0
-        self._ready.clear()
-        for bucket_index, bucket in enumerate(self._buckets):
-            bucket.reset()
-            bucket.num_pending = sum(self._references[number]() is not None for number in self._members[bucket_index])
-            if bucket.plan is not self._plan.buckets[bucket_index]:
-                self._buckets[bucket_index] = self._plan.make_bucket(bucket_index, self._channel)
+        self._packer.reset()
+        for index, bucket in enumerate(self._buckets):
+            if bucket.plan is not self._plan.buckets[index]:
+                self._replace_bucket(index)
 
 
 def _live_reducers(group: Group) -> list[Reducer]:
@@ -306,8 +393,9 @@ def _live_reducers(group: Group) -> list[Reducer]:
     return [reducer for plan in group.reducers if (reducer := plan.reducer()) is not None]
 
 
-def _run_round(group: Group, due: Sequence[Reducer]) -> None:
+def _reduce_due(group: Group, due: Sequence[Reducer]) -> None:
     """Run the reducers that are due on any rank: Note [several optimizers]."""
+    own = due
     if len(active_plans(group)) > 1:
         flags = torch.zeros(len(group.reducers) + 1, dtype=torch.int32, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
@@ -318,5 +406,26 @@ def _run_round(group: Group, due: Sequence[Reducer]) -> None:
             group.wait_times.record_flags_wait(began)
         due = [reducer for reducer in _live_reducers(group) if flags[reducer._number]]
     for reducer in due:
+        if reducer not in own:
+            reducer.discard_interrupted()
         reducer.update()
         reducer._reduce()
+
+
+def _count_running_backwards() -> int:
+    """Return how many backwards of this thread are inside of each other."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        count += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def refuse_capture() -> None:
+    """Raise UnsupportedError while the current stream is captured into a CUDA graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "backward() of a wrapped optimizer's parameters cannot be captured in a CUDA graph: a replay would not "
+            "exchange which gradients each rank has. torch.cuda.make_graphed_callables captures the model's own work, "
+            "and leaves the reduction outside"
+        )

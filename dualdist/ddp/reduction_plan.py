@@ -1,4 +1,4 @@
-"""The buckets of a reducer's rounds, for the reducer itself and for ranks that have joined."""
+"""The buckets of a reducer's reductions, for the reducer itself and for ranks that have joined."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def active_plans(group: Group) -> list[ReductionPlan]:
 def retire_unused(group: Group) -> None:
     """Retire the plans whose reducer no rank has any more, and release their memory; every rank calls this.
 
-    A rank that alone has deleted a reducer may still join, and follow its rounds.
+    A rank that alone has deleted a reducer may still join, and follow its reductions.
     """
     plans = active_plans(group)
     if len(plans) < 2:
@@ -63,8 +63,6 @@ def retire_unused(group: Group) -> None:
     for plan, is_retired in zip(plans, is_unused.tolist(), strict=True):
         if is_retired:
             plan.is_retired = True
-            for bucket in plan.buckets:
-                group.gradients.release(bucket.region)
             plan.clear()
 
 

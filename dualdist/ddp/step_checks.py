@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.collectives.drift import require_same
+from dualdist.collectives.consistency import require_same
 from dualdist.errors import NonFiniteError, UsageError
 from dualdist.utils.suggest import format_ranks
 
@@ -71,7 +71,7 @@ def find_suspects(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 @dataclass
 class NonFiniteReport:
-    """The non-finite gradients of one round, by (bucket, index), and the kinds of this rank's own gradients."""
+    """The non-finite gradients of one reduction, by (bucket, index), and the kinds of this rank's own gradients."""
 
     members: list[tuple[int, int]] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ class NonFiniteReport:
                 self.add((bucket_index, index), own(bucket_index, index))
 
     def exchange(self, channel: Backend) -> dict[tuple[int, int], list[int]]:
-        """Return the kinds on every rank, [] for members beyond SHOWN; every rank of the round calls this."""
+        """Return the kinds on every rank, [] for members beyond SHOWN; every rank of the reduction calls this."""
         if not self.members:
             return {}
         shown = self.kinds[:SHOWN]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # private to torch: tests/unit/test_torch_private_names.py
 
 from dualdist import session
 from dualdist.collectives import collectives

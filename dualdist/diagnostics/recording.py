@@ -3,8 +3,6 @@
 A user's program is recorded unmodified, if the variables of session.py request it; see Recorder.attach.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dualdist.collectives.drift import digest
+from dualdist.collectives.consistency import digest
 from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
 
@@ -77,6 +75,7 @@ class Recorder:
     _first_step: float = math.nan
     _start: list[float] = field(default_factory=list)
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    _reduction: str | None = None  # that the program asked for itself
     _depth: int = 0  # of nested step() calls
     _at_warm: tuple[int | None, Any] = (None, None)
     _is_written: bool = False
@@ -119,6 +118,7 @@ class Recorder:
             "ends": [end - self._ends[0] for end in self._ends],
             "losses": [None if loss is None else float(loss) for loss in self._losses],
             "digest": digest(parameters),
+            "reduction": self._reduction,
             "start": self._start,
             "sample": sample_parameters(parameters),
             "rounding": coarsest_eps(parameters),
@@ -135,7 +135,7 @@ class Recorder:
         draft.write_text(json.dumps(record))
         draft.replace(self.plan.path)
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, reduction: str | None = None) -> None:
         """Record this optimizer's steps; if the program wraps several optimizers, those of the first.
 
         After the last planned step the program exits, on every rank: the optimizer's step() raises SystemExit. torch
@@ -144,6 +144,7 @@ class Recorder:
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
             return
+        self._reduction = reduction
         self._wrap_backward()
         atexit.register(self._write_at_exit, os.getpid())
         optimizer.register_step_pre_hook(lambda *_: self._before_step())

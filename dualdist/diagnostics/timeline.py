@@ -3,8 +3,6 @@
 Without a shutdown each rank writes its part at exit, and a rank that finds all parts merges them.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

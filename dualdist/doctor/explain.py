@@ -1,9 +1,7 @@
 """The variable behind each topology field, the ignored variables with reasons, and the resulting backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dualdist.backends import registry
 from dualdist.backends.horovod import CONTROLLER
@@ -11,6 +9,7 @@ from dualdist.backends.registry import Availability
 from dualdist.environments import UnusedVariable, find_all_set, find_unused
 from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.errors import TopologyError, UsageError
+from dualdist.launch.exec_env import topology_variables
 from dualdist.rendezvous.backend_selection import (
     BACKEND,
     TRANSPORT,
@@ -42,11 +41,12 @@ class ExplainedField:
 
 @dataclass(frozen=True)
 class TopologyExplanation:
-    """All fields and the ignored variables; `fields` is empty where the variables are invalid."""
+    """All fields, none for invalid variables; the ignored variables; and those that `dualdist exec` gives a program."""
 
     fields: tuple[ExplainedField, ...]
     ignored: tuple[UnusedVariable, ...]
     error: str = ""
+    exec_sets: Mapping[str, str] = field(default_factory=dict)
 
 
 def explain(
@@ -72,7 +72,8 @@ def explain(
         transport = get_value(environ, TRANSPORT)
         source = TRANSPORT if transport else f"{TRANSPORT} is not set"
         fields.append(ExplainedField("transport", transport or "the backend's default", source))
-    return TopologyExplanation(tuple(fields), tuple(find_unused(environ, detected)), "; ".join(invalid))
+    unused = tuple(find_unused(environ, detected))
+    return TopologyExplanation(tuple(fields), unused, "; ".join(invalid), topology_variables(detected))
 
 
 def invalid_choices(environ: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,5 @@
 """The facts that the checks judge: this host, this Python's packages, and the MPIs on PATH; no job is started."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -26,7 +24,8 @@ from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Mpi
 from dualdist.topology import Topology
-from dualdist.utils.machine import affinity_cores, package_version, quota_cores
+from dualdist.utils.extension import built_for
+from dualdist.utils.machine import CORE, affinity_cores, core_language, package_version, quota_cores
 from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_probe, run_tool
 from dualdist.version import __version__
@@ -118,7 +117,7 @@ class InstallationFacts:
 
     `python_on_path` is the `python` of PATH unless it is this one, "" for none. `torch` and `mpi4py` are error messages
     if the packages cannot be imported. `torchvision_requires` is the torch version that torchvision pins.
-    `timeline_error` says why DUALDIST_TIMELINE cannot be written.
+    `timeline_error` says why DUALDIST_TIMELINE cannot be written, `core_built_for` lists versions of torch.
     """
 
     versions: Mapping[str, str | None]
@@ -134,6 +133,7 @@ class InstallationFacts:
     srun_mpi_types: tuple[str, ...] | None = None
     is_master_unresolved: bool = False
     timeline_error: str = ""
+    core_built_for: tuple[str, ...] = ()
 
     def mpi_program(self, name: str = "mpirun") -> MpiProgram | None:
         """Return the first program of this name on PATH."""
@@ -170,6 +170,7 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
             srun_mpi_types=srun.result(),
             is_master_unresolved=bool(master.result()),
             timeline_error=find_write_problem(Path(timeline).absolute()) if timeline else "",
+            core_built_for=built_for(),
         )
 
 
@@ -201,7 +202,8 @@ def collect_host_facts() -> HostFacts:
 def installed_versions() -> dict[str, str | None]:
     """Return the installed versions without importing the packages; None for a missing one."""
     own: dict[str, str | None] = {"dualdist": __version__, "python": platform.python_version()}
-    return own | {name: package_version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
+    found = {name: package_version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
+    return {**own, **found, CORE: core_language()}
 
 
 def may_use_gpus(environ: Mapping[str, str]) -> bool:

@@ -4,33 +4,26 @@ Each host runs this module over ssh. It reports its facts, listens, and serves r
 requests and replies are lines of JSON.
 """
 
-from __future__ import annotations
-
-import contextlib
 import json
-import os
 import secrets
-import select
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from dualdist.doctor.checks.hosts import HostReport
 from dualdist.doctor.facts import HostFacts, collect_host_facts, resolve
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
+from dualdist.launch.host_peer import HostPeer, start_peer
 from dualdist.launch.hosts import SAME_ADDRESS, is_local_host
 from dualdist.launch.job import Host, Site
-from dualdist.utils.deadline import Deadline, LineReader
+from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import failure_reason
 from dualdist.version import __version__
 
@@ -51,86 +44,22 @@ GREETING = "dualdist doctor {}\n"
 Target = tuple[str, int, str]
 
 
-class HostPeer:
-    """This program on a host."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], stderr: Path, site: Site) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.name = name
-        self._process = process
-        self._input = process.stdin.fileno()
-        self._output = LineReader(process.stdout.fileno())
-        self._stderr = stderr
-        self._site = site
-
-    def exchange(self, what: str, timeout_s: float, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send the request, if any, and return the next message; raise LaunchError without one in time.
-
-        Processes that ssh started may outlive it and hold its pipes: no read or write may rely on its end.
-        """
-        deadline = Deadline(timeout_s)
-        try:
-            if request is not None:
-                with contextlib.suppress(BrokenPipeError):  # the program's exit code, below, says why it ended
-                    _write(self._input, json.dumps(request).encode() + b"\n", deadline)
-            line = self._output.readline(deadline)
-            while line and not line.startswith(b"{"):  # start-up files of the remote shell may print other lines first
-                line = self._output.readline(deadline)
-            if not line.endswith(b"\n"):
-                code, stderr = self._process.wait(deadline.left_s()), self._stderr.read_text(errors="replace")
-                raise LaunchError(ssh.describe_ssh_failure(self.name, code, stderr, self._site))
-        except (TimeoutError, subprocess.TimeoutExpired) as error:
-            raise LaunchError(f"host {self.name!r} did not {what} within {timeout_s:g} s: is it up?") from error
-        try:
-            return dict(json.loads(line))
-        except ValueError as error:
-            text = line[-200:].decode(errors="replace")
-            raise LaunchError(f"host {self.name!r} replied {text!r}, which this dualdist cannot parse") from error
-
-
-def _write(pipe: int, data: bytes, deadline: Deadline) -> None:
-    """Write to a pipe; raise TimeoutError if it stays full."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLOUT)
-    for start in range(0, len(data), select.PIPE_BUF):  # poll() promises room for so many bytes
-        if not poll.poll(1000 * deadline.left_s()):
-            raise TimeoutError
-        os.write(pipe, data[start : start + select.PIPE_BUF])
-
-
 def probe_hosts(hosts: Sequence[Host], site: Site, env: Mapping[str, str]) -> list[HostReport]:
     """Return a report of each host and its connections to the others; all ssh processes end with this call."""
     with ExitStack() as stack, ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dualdist-doctor-")))
-        peers = [
-            stack.enter_context(_start_peer(host.name, site, env, folder / f"stderr-{number}"))
-            for number, host in enumerate(hosts)
-        ]
+        peers = [stack.enter_context(start_peer(host.name, _argv(host.name, site, env), site)) for host in hosts]
         probed = list(pool.map(_probe_host, peers, hosts))
         targets = {report.name: each for report, each in probed if report.facts is not None}
         return list(pool.map(lambda peer, own: _connect_to_others(peer, own[0], targets), peers, probed))
 
 
-@contextmanager
-def _start_peer(name: str, site: Site, env: Mapping[str, str], stderr: Path) -> Iterator[HostPeer]:
-    local = is_local_host(name)
-    argv = [site.python, *PROGRAM] if local else ssh.remote_python_argv(name, site, env, PROGRAM)
-    with stderr.open("wb") as file:
-        try:
-            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file)
-        except OSError as error:
-            raise LaunchError(f"cannot start {argv[0]} ({error}), which is needed to probe host {name!r}") from error
-    with process:
-        try:
-            yield HostPeer(name, process, stderr, site)
-        finally:
-            process.kill()
+def _argv(name: str, site: Site, env: Mapping[str, str]) -> list[str]:
+    return [site.python, *PROGRAM] if is_local_host(name) else ssh.remote_python_argv(name, site, env, PROGRAM)
 
 
 def _probe_host(peer: HostPeer, host: Host) -> tuple[HostReport, list[Target]]:
     try:
-        facts, targets = parse_greeting(host.name, peer.exchange("report its facts", STARTUP_TIMEOUT_S))
+        facts, targets = parse_greeting(host.name, peer.exchange("report its facts", Deadline(STARTUP_TIMEOUT_S)))
         skew_s, error_s = min((_measure_skew(peer) for _ in range(CLOCK_SAMPLES)), key=lambda sample: sample[1])
         return HostReport(host.name, host.slots, "", facts, skew_s, error_s), targets
     except LaunchError as error:
@@ -154,7 +83,7 @@ def parse_greeting(name: str, message: Mapping[str, Any]) -> tuple[HostFacts, li
 def _measure_skew(peer: HostPeer) -> tuple[float, float]:
     """Return how far the host's clock is ahead of ours, and the error bound, by Cristian's algorithm."""
     sent = time.time()
-    remote = float(peer.exchange("report its time", CLOCK_TIMEOUT_S, {"request": "clock"})["time"])
+    remote = float(peer.exchange("report its time", Deadline(CLOCK_TIMEOUT_S), {"request": "clock"})["time"])
     received = time.time()
     return remote - (sent + received) / 2, (received - sent) / 2
 
@@ -167,7 +96,7 @@ def _connect_to_others(peer: HostPeer, own: HostReport, targets: Mapping[str, Se
     flat = [target for each in others.values() for target in each]
     request = {"request": "connect", "targets": flat, "names": [strip_user(name) for name in others]}
     try:
-        reply = peer.exchange("report its connections", ALL_CONNECTIONS_TIMEOUT_S, request)
+        reply = peer.exchange("report its connections", Deadline(ALL_CONNECTIONS_TIMEOUT_S), request)
     except LaunchError as error:
         return replace(own, facts=None, problem=str(error))
     errors, addresses = iter(reply["errors"]), own.facts.external_interfaces().values()

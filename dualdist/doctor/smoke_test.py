@@ -3,8 +3,6 @@
 Each rank runs: python -m dualdist.doctor.smoke_test [--spawn RANKS] FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -15,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, RunConfig, program_command
+from dualdist.bench.report import error_summary
 from dualdist.doctor.checks import Finding, error
 from dualdist.errors import LaunchError
 from dualdist.launch.execute import run_command
-from dualdist.launch.failure import find_exception
 from dualdist.launch.job import Site
 from dualdist.launch.spawn import spawn_without_main
 
@@ -90,12 +88,6 @@ def find(results: Iterable[SmokeTestResult]) -> Iterator[Finding]:
             )
 
 
-def summarize_failure(output: str) -> str:
-    """Return the line of the exception, since launchers print more after it, or else the last line."""
-    lines = [line.strip() for line in output.splitlines() if any(map(str.isalnum, line))]
-    return find_exception(output) or (lines or [""])[-1]
-
-
 def _run_cell(config: RunConfig, ranks: int, site: Site, folder: Path) -> SmokeTestResult:
     start = time.monotonic()
     program = (*PROGRAM, *((SPAWN_OPTION, str(ranks)) if config.launcher == SPAWN else ()))
@@ -104,7 +96,7 @@ def _run_cell(config: RunConfig, ranks: int, site: Site, folder: Path) -> SmokeT
     try:
         result = run_command(command, timeout_s=JOB_TIMEOUT_S, what=job.title)
         if result.code:
-            problem = summarize_failure(result.output) or f"exit code {result.code}, without output"
+            problem = error_summary(result.output) or f"exit code {result.code}, without output"
         else:
             problem = _check_reports(config.backend, config.transport, job.reports)
     except LaunchError as error:

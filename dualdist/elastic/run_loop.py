@@ -3,8 +3,6 @@
 Only horovodrun's elastic driver keeps the other ranks when one is lost; other launchers end or restart the job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -68,6 +66,7 @@ def run(func: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State,
                     raise
                 except RanksChanged as change:
                     reason = str(change)
+                    state._gather_sharded_state()
                 except CollectiveError as error:
                     if isinstance(error, MismatchError) or not is_elastic(os.environ):
                         raise

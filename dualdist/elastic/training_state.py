@@ -1,7 +1,5 @@
 """The state of an elastic training: committed, restored, synchronized, and saved when the job must stop."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +19,7 @@ from dualdist.collectives.broadcast_state import (
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.data.sampler import Sampler
-from dualdist.ddp.optimizer import move_to_group
+from dualdist.ddp.optimizer import get_wrapper, move_to_group
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
 from dualdist.utils.preemption_protocol import NOTICE, REQUEUE
@@ -56,7 +54,10 @@ def should_stop() -> bool:
     """
     last = last_step()
     last.notice.install_handlers()
-    return last.after_step()[0] == STOP
+    if last.after_step()[0] != STOP:
+        return False
+    last.notice.acknowledge()  # now, as a launcher may kill rank 0 once another rank has exited with REQUEUE
+    return True
 
 
 def request_stop() -> None:
@@ -203,6 +204,16 @@ class State:
         """Return to this rank's last in-memory commit after a rank was lost; sync() follows."""
         if self._path is None:
             self.restore()
+
+    def _gather_sharded_state(self) -> None:
+        """Give every rank all of the optimizers' state before the ranks change; with a path it was saved."""
+        optimizers = [part for part in self._objects().values() if isinstance(part, torch.optim.Optimizer)]
+        for optimizer in optimizers if self._path is None else ():
+            wrapper = get_wrapper(optimizer)
+            if wrapper is not None and wrapper.sharding is not None:
+                copy = StateCopy.create({"optimizer": optimizer}, session.current().device)
+                with wrapper.sharding.loading_all():
+                    copy.load({"optimizer": optimizer}, session.current().device)
 
     def _rebind_optimizers(self) -> None:
         """Let the wrapped optimizers reduce in the new world group."""

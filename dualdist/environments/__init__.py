@@ -1,10 +1,10 @@
 """Launcher detection: one function per launcher, from environment variables to a Topology, tried in ORDER.
 
-Importing this package reads nothing and loads neither torch nor MPI.
+To add one, write its function in a module of this package, and a Detection in ORDER. Importing this package reads
+nothing and loads neither torch nor MPI.
 """
 
-from __future__ import annotations
-
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ class Detection:
     precedence: str = ""
 
 
+# The variables that `dualdist exec` has set in this process, as JSON.
+EXEC_VARIABLES = "DUALDIST_EXEC"
 DAEMON_STEP = "mpirun's ranks inherit the Slurm step of the daemon that started them"
 ORDER = (
     Detection(
@@ -83,6 +85,7 @@ def detect(environ: Mapping[str, str]) -> Topology:
         TopologyError: The variables are incomplete, impossible or contradict each other. They never silently
             result in a job of one rank.
     """
+    environ = without_exec(environ)
     for detection in ORDER:
         topology = detection.detect(environ)
         if topology is not None:
@@ -90,6 +93,23 @@ def detect(environ: Mapping[str, str]) -> Topology:
                 require_agreement(environ, topology, torchrun.VARIABLES)
             return topology
     raise AssertionError("detect_single always returns a Topology")
+
+
+def set_by_exec(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that `dualdist exec` set and nothing has changed; none in the ranks of an inner torchrun."""
+    try:
+        values = dict(json.loads(environ.get(EXEC_VARIABLES, "{}")))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    if environ.get(torchrun.RUN_ID) != values.get(torchrun.RUN_ID):
+        return {}
+    return {name: value for name, value in values.items() if environ.get(name) == value}
+
+
+def without_exec(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables without those of `dualdist exec`, so that dualdist finds its launcher as without it."""
+    values = set_by_exec(environ)
+    return {name: value for name, value in environ.items() if name not in values} if values else environ
 
 
 @dataclass(frozen=True)
@@ -126,12 +146,16 @@ NEVER = {
 ALL_VARIABLES = tuple(dict.fromkeys([*(name for each in ORDER for name in each.variables), *NEVER]))
 NOT_A_TASK = "this process is no task of a Slurm step: batch scripts and shells have this variable too"
 LEFT_OVER = "of the step from which this batch script was submitted; Slurm lists one task on its node"
+BY_EXEC = "dualdist exec set it for the program, from this topology"
 INCOMPLETE = "it is not used without {0}"
 
 
 def find_unused(environ: Mapping[str, str], topology: Topology) -> Iterator[UnusedVariable]:
     """Yield every launcher variable that is set and was not used for the topology."""
     used = {name.partition("[")[0] for _, name in topology.origins}
+    ours = set_by_exec(environ)
+    yield from (UnusedVariable(name, value, BY_EXEC) for name, value in ours.items())
+    environ = without_exec(environ)
     if topology.launcher == "srun":
         used |= set(slurm.STEP_IDS)  # no field's value, but they show that this is a step
     winner = next((each for each in ORDER if used & set(each.variables) - set(MASTER)), None)

@@ -3,8 +3,6 @@
 Errors name the variables that are missing or wrong. Fields without a variable are inferred, and listed as such.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

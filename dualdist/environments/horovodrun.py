@@ -1,7 +1,5 @@
 """horovodrun --gloo. With --mpi it runs mpirun, whose variables mpi.py reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

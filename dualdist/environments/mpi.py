@@ -1,7 +1,5 @@
 """Launchers that start MPI: Open MPI, Hydra (MPICH, Intel MPI), MVAPICH2, plain PMI, jsrun, PALS and Flux."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Slurm: tasks of a step that srun started, not a batch script or a shell of salloc. PBS: pbsdsh is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

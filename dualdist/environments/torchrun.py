@@ -1,7 +1,5 @@
 """torchrun's RANK and WORLD_SIZE, also set without torchrun; the user's DUALDIST_RANK and DUALDIST_SIZE; one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from dualdist.environments.env_values import MASTER, LauncherVariables, find_present, get_value, read_topology

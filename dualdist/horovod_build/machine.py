@@ -1,7 +1,5 @@
 """The machine and the options of a build of Horovod: probe the machine, and check that the build can start."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform
@@ -23,8 +21,8 @@ HOROVOD_VERSION = "0.28.1"
 # Measured on Horovod 0.28.1: the unpacked sdist and its objects take 0.3 GB, a CUDA build several times that.
 WORK_GB = 3.0
 CACHE_GB = 0.2
-# Horovod 0.28.1 builds with plain pip against an older torch; untested here.
-OLDEST_TORCH = (2, 1)
+# As in pyproject.toml, which says why.
+OLDEST_TORCH = (2, 8)
 # Horovod's setup.py downloads CMake 3.13 if it finds an older one.
 OLDEST_CMAKE = (3, 13)
 # Builds without a pyproject.toml may import pkg_resources, which later setuptools lack.
@@ -137,7 +135,8 @@ def require_torch(machine: BuildMachine) -> TorchProbe:
     if numbers is None:
         raise BuildError(f"torch reports the version {torch.version!r}, expected one such as 2.13.0: reinstall torch")
     if (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
-        raise BuildError(f"torch {torch.version} is installed, expected 2.1 or newer: {pip} --upgrade torch")
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise BuildError(f"torch {torch.version} is installed, expected {oldest} or newer: {pip} --upgrade torch")
     if torch.hip is not None:
         raise BuildError(f"torch {torch.version} is built for ROCm {torch.hip}; only CPU and CUDA builds are supported")
     return torch

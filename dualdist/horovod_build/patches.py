@@ -1,7 +1,5 @@
 """Patches of Horovod's sources, each an exact text that must be present."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

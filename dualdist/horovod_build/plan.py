@@ -1,7 +1,5 @@
 """The build plan: the commands that build, install and test Horovod, and the key of the cached wheel."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Build record of the installed Horovod, read without importing it or torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import asdict, dataclass, fields

@@ -3,8 +3,6 @@
 python -m dualdist.horovod_build.smoke_test gloo|mpi cpu|gpu
 """
 
-from __future__ import annotations
-
 import sys
 
 SIZE = 2

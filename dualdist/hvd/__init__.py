@@ -5,8 +5,6 @@ installed Horovod, or over a real Horovod with DUALDIST_BACKEND=horovod. Where H
 right; the README lists the differences.
 """
 
-from __future__ import annotations
-
 from dualdist.hvd import compression as compression
 from dualdist.hvd import elastic as elastic
 from dualdist.hvd import functions as functions

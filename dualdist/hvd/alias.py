@@ -1,7 +1,5 @@
 """The alias `horovod`: after install(), `import horovod.torch` finds dualdist.hvd, with or without a Horovod."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType

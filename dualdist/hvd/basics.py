@@ -1,7 +1,6 @@
 """hvd.init(), hvd.shutdown(), the job's ranks, build features and timeline (horovod.common.basics)."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import os
 import threading
@@ -23,12 +22,14 @@ from dualdist.hvd.process_sets import (
     CrossRank,
     HorovodSession,
     ProcessSet,
+    assign_numbers,
     current,
+    find_number,
     global_process_set,
     register,
 )
 from dualdist.rendezvous.backend_selection import BACKEND
-from dualdist.utils.temporary_env import temporary_variables
+from dualdist.utils.variables import temporary_variables
 
 TIMELINE = "HOROVOD_TIMELINE"
 MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
@@ -41,10 +42,12 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
     Args:
         comm: ranks to form a job with, or an mpi4py communicator over them; the same on each of these ranks, which are
             then numbered from 0. If None, all ranks.
-        process_sets: sets to register; with "dynamic" they can be added later.
+        process_sets: sets to register; those of ranks are the same on each rank, one of a communicator may be this
+            rank's part of a split one. With "dynamic" they can be added later.
 
     Raises:
-        ValueError: an argument is invalid, or the ranks passed different `comm`.
+        ValueError: an argument is invalid, or the ranks passed different `comm`; or a set is given twice, in which case
+            the process has joined, and may call this again with each set once.
         HorovodInternalError: the ranks cannot work together.
     """
     is_dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
@@ -52,35 +55,42 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
         process_sets = []
     elif isinstance(process_sets, str):
         raise UsageError(f"process_sets={process_sets!r}: expected process sets, or 'dynamic'")
+    given = list(process_sets or ())
+    for process_set in given:
+        if process_set.ranks is None:
+            process_set.ranks = sorted(_ranks_of(process_set.mpi_comm))
     if is_initialized():
-        if any(given.process_set_id is None for given in process_sets or ()):
-            raise UsageError("hvd.init() has been called; add process sets by hvd.add_process_set()")
+        assign_numbers(current(), given)
         return
     ranks = _ranks_of(comm)
     if not session.is_open():
         # A real Horovod reads the variable when it starts.
         with temporary_variables(os.environ, {DYNAMIC: "1"} if is_dynamic else {}):
-            session.init(os.environ.get(BACKEND) or "native")
+            # Horovod leaves torch.distributed's default group to the program.
+            session.init(os.environ.get(BACKEND) or "native", sets_default_group=False)
     try:
-        _open_job(ranks, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
+        _open_job(ranks, given, is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
     except BaseException:
         shutdown()
         raise
+    global_process_set.mpi_comm = comm if hasattr(comm, "Get_group") else None
+    assign_numbers(current(), given)
 
 
 def _open_job(ranks: list[int], process_sets: Sequence[ProcessSet], *, is_dynamic: bool) -> None:
     opened = session.current()
     base = _base_group(opened.world, ranks)
-    positions = allgather_object(base, (opened.topology.node_rank, opened.topology.local_rank))
-    position = _cross_rank(base.rank, positions)
+    location = (opened.topology.node_rank, opened.topology.local_rank)
+    everyones = allgather_object(base, (location, [tuple(each.ranks or ()) for each in process_sets]))
+    position = _cross_rank(base.rank, [location for location, _ in everyones])
     job = HorovodSession(base, position, is_dynamic, {0: base})
     _export(base, position)
     opened.extras[KEY] = job
     global_process_set.process_set_id, global_process_set.ranks = 0, list(range(base.size))
-    for process_set in process_sets:
-        if process_set.ranks is None:
-            process_set.ranks = sorted(_ranks_of(process_set.mpi_comm))
-        register(job, process_set)
+    for sets in itertools.zip_longest(*(given for _, given in everyones)):
+        for members in sorted({members for members in sets if members}):
+            if find_number(job, members) is None:
+                register(job, ProcessSet(members))
     path = os.environ.get(TIMELINE, "")
     if path and path != WAIT_FOR_START:
         start_timeline(path, os.environ.get(MARK_CYCLES) == "1")
@@ -348,31 +358,20 @@ class HorovodTimeline:
         self._file.flush()
 
 
+FUNCTIONS = (
+    *("init", "shutdown", "is_initialized", "start_timeline", "stop_timeline", "size", "local_size", "cross_size"),
+    *("rank", "local_rank", "cross_rank", "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built"),
+    *("gloo_enabled", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"),
+)
+
+
 class HorovodBasics:
     """The functions of this module as methods, for programs that use horovod.common.basics; nothing is loaded."""
 
     def __init__(self, pkg_path: str, *args: str) -> None:
         pass
 
-    init = staticmethod(init)
-    shutdown = staticmethod(shutdown)
-    is_initialized = staticmethod(is_initialized)
-    start_timeline = staticmethod(start_timeline)
-    stop_timeline = staticmethod(stop_timeline)
-    size = staticmethod(size)
-    local_size = staticmethod(local_size)
-    cross_size = staticmethod(cross_size)
-    rank = staticmethod(rank)
-    local_rank = staticmethod(local_rank)
-    cross_rank = staticmethod(cross_rank)
-    is_homogeneous = staticmethod(is_homogeneous)
-    mpi_threads_supported = staticmethod(mpi_threads_supported)
-    mpi_enabled = staticmethod(mpi_enabled)
-    mpi_built = staticmethod(mpi_built)
-    gloo_enabled = staticmethod(gloo_enabled)
-    gloo_built = staticmethod(gloo_built)
-    nccl_built = staticmethod(nccl_built)
-    ddl_built = staticmethod(ddl_built)
-    ccl_built = staticmethod(ccl_built)
-    cuda_built = staticmethod(cuda_built)
-    rocm_built = staticmethod(rocm_built)
+    def __getattr__(self, name: str) -> Any:
+        if name in FUNCTIONS:
+            return globals()[name]
+        raise AttributeError(name)

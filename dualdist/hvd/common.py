@@ -1,7 +1,5 @@
 """Horovod's exceptions, and the helpers of horovod.common.util and horovod.runner.util.threads that programs use."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -16,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 from dualdist import session
 from dualdist.errors import BackendError, CollectiveError, UsageError
-from dualdist.utils.temporary_env import temporary_variables
+from dualdist.utils.variables import temporary_variables
 
 EXTENSIONS = ["torch"]
 

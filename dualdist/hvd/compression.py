@@ -1,7 +1,5 @@
 """Horovod's compressors, which make tensors smaller on the wire (horovod.torch.compression)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Parameters, optimizer state and objects from one rank to the others (horovod.torch.functions)."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -9,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist.collectives import broadcast_state
+from dualdist.ddp.optimizer import require_whole_state
 from dualdist.errors import UsageError
 from dualdist.hvd.common import horovods_errors
 from dualdist.hvd.process_sets import ProcessSet, current, global_process_set, member_group
@@ -59,6 +58,7 @@ def broadcast_optimizer_state(
         raise UsageError("the state of LBFGS is not broadcast: broadcast the parameters before its first step")
     with horovods_errors():
         job = current()
+        require_whole_state(optimizer, "broadcast before dd.wrap_optimizer, or load a checkpoint")
         broadcast_state.broadcast_optimizer_state(job.base, optimizer, job.job_rank(root_rank))
 
 

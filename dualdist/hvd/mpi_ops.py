@@ -1,7 +1,5 @@
 """Horovod's collectives by its names and signatures (horovod.torch.mpi_ops), over dualdist's collectives."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -213,12 +211,6 @@ def _trace_allreduce(
     return traced_allreduce.trace(allreduce_operator, *arguments)
 
 
-@_like(_reduction)
-def allreduce_async(*args: Any, **kwargs: Any) -> int:
-    """Begin allreduce() and return a handle for synchronize()."""
-    return start(collectives.allreduce(*_reduction(*args, **kwargs)))
-
-
 @partial(_public, unless=_trace_allreduce)
 def allreduce(
     tensor: torch.Tensor,
@@ -254,21 +246,9 @@ def allreduce(
 
 
 @_like(_reduction)
-def allreduce_async_(*args: Any, **kwargs: Any) -> int:
-    """Begin allreduce_() and return a handle for synchronize()."""
-    return start(collectives.allreduce(*_reduction(*args, **kwargs), in_place=True))
-
-
-@_like(_reduction)
 def allreduce_(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Reduce a tensor over the process set in place, and return it; arguments as of allreduce()."""
     return fast_allreduce.allreduce(*_reduction(*args, **kwargs), in_place=True)
-
-
-@_like(_grouped_reduction)
-def grouped_allreduce_async(*args: Any, **kwargs: Any) -> int:
-    """Begin grouped_allreduce() and return a handle for synchronize(), which returns a tuple."""
-    return start(collectives.allreduce(*_grouped_reduction(*args, **kwargs)).map(tuple))
 
 
 @_public
@@ -289,12 +269,6 @@ def grouped_allreduce(
 
 
 @_like(_grouped_reduction)
-def grouped_allreduce_async_(*args: Any, **kwargs: Any) -> int:
-    """Begin grouped_allreduce_() and return a handle for synchronize()."""
-    return start(collectives.allreduce(*_grouped_reduction(*args, **kwargs), in_place=True).map(tuple))
-
-
-@_like(_grouped_reduction)
 def grouped_allreduce_(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """Reduce several tensors in place, all of them or none; arguments as of allreduce()."""
     return tuple(collectives.allreduce(*_grouped_reduction(*args, **kwargs), in_place=True).run())
@@ -309,25 +283,28 @@ def sparse_allreduce_async(
     return horovods_errors()(collectives.sparse_allreduce(*arguments).start().wait)
 
 
-def _reducescatter(
-    tensors: Given, op: int, name: str | None, prescale: float, postscale: float, process_set: ProcessSet
-) -> Collective[Given]:
-    if op == Adasum:
-        raise HorovodInternalError("Adasum looks at whole tensors, and reducescatter only at shares: use allreduce")
-    return collectives.reducescatter(*_arguments(tensors, op, name, prescale, postscale, process_set))
-
-
-@_public
-def reducescatter_async(
-    tensor: torch.Tensor,
+def _row_reduction(
+    tensor: Given,
     name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
-    """Begin reducescatter() and return a handle for synchronize()."""
-    return start(_reducescatter(tensor, op, name, prescale_factor, postscale_factor, process_set))
+) -> Arguments[Given]:
+    if op == Adasum:
+        raise HorovodInternalError("Adasum looks at whole tensors, and reducescatter only at shares: use allreduce")
+    return _arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)
+
+
+def _grouped_row_reduction(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Arguments[list[torch.Tensor]]:
+    return _row_reduction(as_list(tensors), name, op, process_set, prescale_factor, postscale_factor)
 
 
 @_public
@@ -342,22 +319,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's share of the rows of the reduction; gradients flow through it. Arguments as of allreduce()."""
     sent, ctx = compression.compress(tensor)
-    found = _reducescatter(sent, op, name, prescale_factor, postscale_factor, process_set).run()
-    return compression.decompress(found, ctx)
-
-
-@_public
-def grouped_reducescatter_async(
-    tensors: Tensors,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Begin grouped_reducescatter() and return a handle for synchronize(), which returns a tuple."""
-    described = _reducescatter(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
-    return start(described.map(tuple))
+    arguments = _row_reduction(sent, name, op, process_set, prescale_factor, postscale_factor)
+    return compression.decompress(collectives.reducescatter(*arguments).run(), ctx)
 
 
 @_public
@@ -372,40 +335,32 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Return this rank's share of the reduction of each tensor, all of them or none; arguments as of allreduce()."""
     sent, contexts = _compress(tensors, compression)
-    found = _reducescatter(sent, op, name, prescale_factor, postscale_factor, process_set).run()
-    return _decompress(found, contexts, compression)
+    arguments = _row_reduction(sent, name, op, process_set, prescale_factor, postscale_factor)
+    return _decompress(collectives.reducescatter(*arguments).run(), contexts, compression)
 
 
-@_public
-def allgather(
+def _rows(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Concatenate the rows of all ranks, in rank order: (n, *s) -> (sum of all n, *s); gradients flow through it."""
-    return collectives.allgather(member_group(process_set), tensor, name).run()
+) -> tuple[Group, torch.Tensor, str | None]:
+    return member_group(process_set), tensor, name
 
 
-@_public
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin allgather() and return a handle for synchronize()."""
-    return start(collectives.allgather(member_group(process_set), tensor, name))
-
-
-def _grouped_allgather(
+def _grouped_rows(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Collective[tuple[torch.Tensor, ...]]:
-    return collectives.allgather(member_group(process_set), as_list(tensors), name).map(tuple)
+) -> tuple[Group, list[torch.Tensor], str | None]:
+    return member_group(process_set), as_list(tensors), name
 
 
-@_like(_grouped_allgather)
+@_like(_rows)
+def allgather(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Concatenate the rows of all ranks, in rank order: (n, *s) -> (sum of all n, *s); gradients flow through it."""
+    return collectives.allgather(*_rows(*args, **kwargs)).run()
+
+
+@_like(_grouped_rows)
 def grouped_allgather(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """Gather several tensors, all of them or none; gradients flow through it."""
-    return _grouped_allgather(*args, **kwargs).run()
-
-
-@_like(_grouped_allgather)
-def grouped_allgather_async(*args: Any, **kwargs: Any) -> int:
-    """Begin grouped_allgather() and return a handle for synchronize()."""
-    return start(_grouped_allgather(*args, **kwargs))
+    return tuple(collectives.allgather(*_grouped_rows(*args, **kwargs)).run())
 
 
 def _broadcast(
@@ -416,21 +371,9 @@ def _broadcast(
 
 
 @_like(_broadcast)
-def broadcast_async(*args: Any, **kwargs: Any) -> int:
-    """Begin broadcast() and return a handle for synchronize()."""
-    return start(collectives.broadcast(*_broadcast(*args, **kwargs)))
-
-
-@_like(_broadcast)
 def broadcast(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Return a new tensor with the values of `root_rank`, a rank of the job; gradients flow through it."""
     return collectives.broadcast(*_broadcast(*args, **kwargs)).run()
-
-
-@_like(_broadcast)
-def broadcast_async_(*args: Any, **kwargs: Any) -> int:
-    """Begin broadcast_() and return a handle for synchronize()."""
-    return start(collectives.broadcast(*_broadcast(*args, **kwargs), in_place=True))
 
 
 @_like(_broadcast)
@@ -439,30 +382,58 @@ def broadcast_(*args: Any, **kwargs: Any) -> torch.Tensor:
     return collectives.broadcast(*_broadcast(*args, **kwargs), in_place=True).run()
 
 
-@_public
-def alltoall_async(
+def _shares(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin alltoall() and return a handle for synchronize(); its result is always the rows and their numbers."""
-    return start(collectives.alltoall(member_group(process_set), tensor, splits, name))
+) -> tuple[Group, torch.Tensor, Sequence[int] | torch.Tensor | None, str | None]:
+    return member_group(process_set), tensor, splits, name
 
 
-@_public
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+@_like(_shares)
+def alltoall(*args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Send the next splits[i] rows to rank i, or equal parts, and return the rows that came; gradients flow through it.
 
     With `splits` the result is a pair of the rows and of how many came from each rank.
     """
-    found = collectives.alltoall(member_group(process_set), tensor, splits, name).run()
-    return found[0] if splits is None else found
+    arguments = _shares(*args, **kwargs)
+    found = collectives.alltoall(*arguments).run()
+    return found[0] if arguments[2] is None else found
+
+
+def _begin(name: str, describe: Callable[..., Collective[Any]], arguments: Callable[P, Any]) -> Callable[P, int]:
+    """Return the function `name`, with the parameters of `arguments`: it begins a collective."""
+
+    def begin(*args: Any, **kwargs: Any) -> int:
+        return start(describe(*arguments(*args, **kwargs)))
+
+    begin.__name__ = begin.__qualname__ = name
+    begin.__doc__ = f"Begin {name.replace('_async', '')}() and return a handle for synchronize()."
+    return _like(arguments)(begin)
+
+
+def _grouped(describe: Callable[..., Collective[list[torch.Tensor]]], **options: Any) -> Callable[..., Collective[Any]]:
+    """Return a description whose result is a tuple, as Horovod's of a group."""
+    return lambda *args: describe(*args, **options).map(tuple)
+
+
+_allreduce_, _broadcast_ = (partial(each, in_place=True) for each in (collectives.allreduce, collectives.broadcast))
+allreduce_async = _begin("allreduce_async", collectives.allreduce, _reduction)
+allreduce_async_ = _begin("allreduce_async_", _allreduce_, _reduction)
+grouped_allreduce_async = _begin("grouped_allreduce_async", _grouped(collectives.allreduce), _grouped_reduction)
+grouped_allreduce_async_ = _begin(
+    "grouped_allreduce_async_", _grouped(collectives.allreduce, in_place=True), _grouped_reduction
+)
+reducescatter_async = _begin("reducescatter_async", collectives.reducescatter, _row_reduction)
+grouped_reducescatter_async = _begin(
+    "grouped_reducescatter_async", _grouped(collectives.reducescatter), _grouped_row_reduction
+)
+allgather_async = _begin("allgather_async", collectives.allgather, _rows)
+grouped_allgather_async = _begin("grouped_allgather_async", _grouped(collectives.allgather), _grouped_rows)
+broadcast_async = _begin("broadcast_async", collectives.broadcast, _broadcast)
+broadcast_async_ = _begin("broadcast_async_", _broadcast_, _broadcast)
+alltoall_async = _begin("alltoall_async", collectives.alltoall, _shares)
 
 
 @_public

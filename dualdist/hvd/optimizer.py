@@ -1,7 +1,5 @@
 """Horovod's DistributedOptimizer: dualdist's wrapping of an optimizer, with Horovod's methods on it."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -81,7 +79,13 @@ def DistributedOptimizer(
     fused_groups = _fused_groups(optimizer, groups)
     if op == Adasum:
         require_adasum(process_set)
-    config = ReducerConfig(GRADIENT_OPS[op], _compressor(compression), gradient_predivide_factor, sparse_as_dense)
+    config = ReducerConfig(
+        GRADIENT_OPS[op],
+        _compressor(compression),
+        gradient_predivide_factor,
+        sparse_as_dense,
+        compares_start=False,  # as in Horovod
+    )
     group = group_of(process_set)
     before = getattr(optimizer, CONTROLS, None)
     if before is not None:

@@ -49,6 +49,10 @@ class HorovodSession:
     def rank(self) -> int:
         return self.base.rank
 
+    def ranks_of(self, number: int) -> list[int]:
+        """Return the ranks of hvd.init() in a process set."""
+        return list(range(self.base.size)) if number == 0 else self.sets[number].ranks or []
+
     def observe(self, group: Group) -> None:
         """Show the group's events in the timeline, if there is one."""
         session.set_observers(group, self.timeline, None if self.timeline is None else self.timeline.moved)
@@ -144,6 +148,26 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
+def find_number(job: HorovodSession, ranks: Sequence[int]) -> int | None:
+    """Return the process_set_id of the set of these ranks, or None."""
+    return next((number for number in job.groups if job.ranks_of(number) == list(ranks)), None)
+
+
+def assign_numbers(job: HorovodSession, process_sets: Sequence[ProcessSet]) -> None:
+    """Give each set its process_set_id; raise ValueError if there is none, or for a set that is given twice."""
+    seen: list[int | None] = [0]
+    for process_set in process_sets:
+        number = find_number(job, process_set.ranks or ())
+        if number is None:
+            raise UsageError(f"hvd.init() has been called without {process_set}: add it by hvd.add_process_set()")
+        if number in seen:
+            process_set.process_set_id = None
+            raise UsageError(f"{process_set} is given twice, or is the one of all ranks: leave it out")
+        seen.append(number)
+        process_set.process_set_id = number
+        job.sets[number] = process_set
+
+
 def register(job: HorovodSession, process_set: ProcessSet) -> ProcessSet:
     """Create the set's group; raise ValueError if there is a set of the same ranks."""
     ranks = process_set.ranks
@@ -152,7 +176,7 @@ def register(job: HorovodSession, process_set: ProcessSet) -> ProcessSet:
         raise NotImplementedError(
             "process sets are made in a job of all ranks, not in one that hvd.init(comm=...) made"
         )
-    if ranks == list(range(job.base.size)) or any(known.ranks == ranks for known in job.sets.values()):
+    if find_number(job, ranks) is not None:
         raise UsageError(f"there is a process set of the same ranks already: {process_set}")
     number = next(number for number in range(1, len(job.groups) + 2) if number not in job.groups)
     job.groups[number] = session.new_group(ranks)

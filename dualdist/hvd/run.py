@@ -1,7 +1,5 @@
 """`horovod.run`: run a function on several ranks of this host and return the results."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Batch normalization over all ranks, by Horovod's name and signature."""
 
-from __future__ import annotations
-
 import torch
 
 from dualdist.collectives.group import Group

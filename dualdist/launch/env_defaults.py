@@ -1,7 +1,5 @@
 """Defaults of `dualdist run`: the launcher, and the environment variables of ranks and launchers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from dualdist.backends import registry
@@ -18,12 +16,11 @@ SLURM_NODES = "SLURM_JOB_NUM_NODES"
 # Not set without --ntasks; Slurm then starts one task per node.
 SLURM_TASKS = "SLURM_NTASKS"
 SLURM_CPUS = "SLURM_CPUS_PER_TASK"
-UNBUFFERED = "PYTHONUNBUFFERED"
 THREADS = "OMP_NUM_THREADS"
 # The network interface of each library; MPI and horovodrun have options for it.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 # Variables forwarded to ranks on other hosts. The others belong to this host, or must not leave it.
-FORWARDED = ("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", UNBUFFERED)
+FORWARDED = ("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONUNBUFFERED")
 FORWARDED_PREFIXES = (
     *("DUALDIST_", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_"),
     *("NCCL_", "GLOO_", "HOROVOD_", "UCX_", "FI_"),
@@ -93,8 +90,7 @@ def rank_variables(
 ) -> dict[str, str]:
     """Return the variables of every rank: the job's go before the caller's, which go before our defaults."""
     forwarded = {name: value for name, value in environ.items() if has_hosts and _is_forwarded(name)}
-    defaults = {UNBUFFERED: "1"} if threads is None else {UNBUFFERED: "1", THREADS: str(threads)}
-    defaults = {name: value for name, value in defaults.items() if name not in environ}
+    defaults = {} if threads is None or THREADS in environ else {THREADS: str(threads)}
     return {**forwarded, **defaults, **interface_variables(interface), **given}
 
 

@@ -1,7 +1,5 @@
 """Effects on this machine: find what is installed, and run a Command so that none of its processes outlives it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

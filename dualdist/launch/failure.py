@@ -1,7 +1,5 @@
 """Failures of a job: the first failing rank, its traceback, and the exit code of the job. Pure functions."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable, Sequence

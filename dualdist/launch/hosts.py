@@ -5,25 +5,23 @@
 prints a host's cores and addresses, and which of the addresses it cannot reach, as JSON: `dualdist run` runs it by ssh.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
+from dualdist.launch.host_peer import start_peer
 from dualdist.launch.job import Host, RendezvousAddress, Site
-from dualdist.launch.processes import signals_deferred
+from dualdist.utils.deadline import Deadline
 from dualdist.utils.machine import usable_cores
 from dualdist.utils.network_interfaces import failure_reason, list_interfaces
 from dualdist.version import __version__
@@ -236,42 +234,22 @@ def _check_facts(facts: Mapping[str, ProbedHost], interface: str | None, first: 
 
 
 def _probe(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping[str, str]) -> list[ProbedHost]:
-    """Probe hosts concurrently. An exception, Ctrl-C too, kills the ssh processes."""
+    """Probe hosts concurrently."""
     found: list[ProbedHost] = []
     for start in range(0, len(hosts), MAX_CONCURRENT):
-        some = hosts[start : start + MAX_CONCURRENT]
-        deadline = time.monotonic() + PROBE_S
+        some, deadline = hosts[start : start + MAX_CONCURRENT], Deadline(PROBE_S)
         with ExitStack() as stack:
-            started = [stack.enter_context(_start_ssh(host, ssh.probe_argv(host, site, env, target))) for host in some]
-            found += [_probe_result(host, process, site, deadline) for host, process in zip(some, started, strict=True)]
+            argvs = [ssh.probe_argv(host, site, env, target) for host in some]
+            peers = [stack.enter_context(start_peer(*each, site)) for each in zip(some, argvs, strict=True)]
+            found += [_parse(peer.name, peer.exchange("answer its probe", deadline)) for peer in peers]
     return found
 
 
-@contextmanager
-def _start_ssh(host: str, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    pipe = subprocess.PIPE
-    with ExitStack() as stack:
-        try:
-            with signals_deferred():
-                process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
-                stack.enter_context(process)
-                stack.callback(process.kill)
-        except OSError as error:
-            raise LaunchError(f"ssh cannot be started ({error}): it is needed to reach host {host!r}") from error
-        yield process
-
-
-def _probe_result(host: str, process: subprocess.Popen[str], site: Site, deadline: float) -> ProbedHost:
+def _parse(host: str, reply: dict[str, Any]) -> ProbedHost:
     try:
-        stdout, stderr = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"host {host!r} did not answer its probe within {PROBE_S:g} s: is it up?") from error
-    if process.returncode != 0:
-        raise LaunchError(ssh.describe_ssh_failure(host, process.returncode, stderr, site))
-    try:
-        return ProbedHost(**json.loads(stdout.strip().splitlines()[-1]))
-    except (ValueError, TypeError, IndexError) as error:
-        raise LaunchError(f"host {host!r} answered {stdout[-200:]!r}, which is not this dualdist's format") from error
+        return ProbedHost(**reply)
+    except TypeError as error:
+        raise LaunchError(f"host {host!r} answered {reply}, which is not this dualdist's format") from error
 
 
 if __name__ == "__main__":

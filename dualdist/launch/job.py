@@ -168,6 +168,7 @@ class Launcher:
         uses_allocation: without hosts, it starts the ranks on the nodes of the scheduler's allocation.
         uses_task_cpus: Slurm gives each rank the cores of a task.
         is_elastic: it goes on with fewer ranks while it restarts lost ones.
+        repeats_failures: it describes on stderr, at length, what `dualdist run` says of a failure in a line.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Launcher:
     uses_allocation: bool = False
     uses_task_cpus: bool = False
     is_elastic: bool = False
+    repeats_failures: bool = False
 
     @property
     def can_start_mpi(self) -> bool:
@@ -211,7 +213,8 @@ def slots_error(ranks: int, hosts: Sequence[Host]) -> str:
     slots = sum(host.slots for host in hosts)
     if not hosts or slots >= ranks:
         return ""
-    return f"{ranks} ranks on hosts with {slots} slots ({','.join(map(str, hosts))}): start fewer, or give more slots"
+    held = f"{slots} slot{'s' * (slots != 1)}"
+    return f"{ranks} ranks on hosts with {held} ({','.join(map(str, hosts))}): start fewer, or give more slots"
 
 
 def min_ranks_error(min_ranks: int | None, ranks: int) -> str:

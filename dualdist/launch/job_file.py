@@ -1,13 +1,11 @@
 """Job files: YAML checked against a schema, with the file and line of every error."""
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -156,6 +154,7 @@ class Resources(_Schema):
 
     `memory`, such as "64G", is per node. `time` is [days-]hours:minutes:seconds; `requeue` seconds before its end the
     job gets a notice to stop, and is queued again. `setup` are lines of shell before the job; `container` is an image.
+    `kubeflow` is the version of Kubeflow's API on Kubernetes.
     """
 
     nodes: Count | None = None
@@ -173,6 +172,7 @@ class Resources(_Schema):
     requeue: Count | None = None
     setup: Annotated[tuple[str, ...], BeforeValidator(_split_lines)] = ()
     container: Word | None = None
+    kubeflow: Literal["v1", "v2"] | None = None
 
 
 class JobFile(_Schema):

@@ -1,12 +1,11 @@
 """One rank of `dualdist run`: run the program as a child, relay its output, report its end, leave no process behind.
 
-    python -m dualdist.launch.rank [--tag] [--log-dir=FOLDER] PROGRAM...
+    python -m dualdist.launch.rank [--tag] [--terminal] [--log-dir=FOLDER] PROGRAM...
 
-PROGRAM is what follows `python`. The child inherits the environment, stdin and open files of this process, so that it
-finds its launcher as if it were its direct child. This process ends as the child does, by the same exit code or signal.
+PROGRAM is what follows `python`. `dualdist exec` runs it in the child, which inherits the environment, stdin and open
+files of this process, so that it finds its launcher as if it were its direct child. This process ends as the child
+does, by the same exit code or signal.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -25,10 +24,14 @@ from dualdist.environments import detect
 from dualdist.errors import TopologyError
 from dualdist.launch import control_channel, failure, processes
 from dualdist.launch.control_channel import CONTROL_VARIABLE, RankEnded, RankFailing, RankHello
-from dualdist.launch.relay import OutputRelay
+from dualdist.launch.relay import PARTIAL_S, OutputRelay
+from dualdist.utils.variables import OUTPUT
 
 # How often `dualdist run` has restarted the ranks, if it has.
-ROUND = "DUALDIST_RUN_ROUND"
+RESTART = "DUALDIST_RUN_RESTART"
+# Set if this launcher writes to the ranks' stderr, so that what a rank writes has to be framed.
+FRAMES = "DUALDIST_RUN_FRAMES"
+UNBUFFERED = "PYTHONUNBUFFERED"
 SLURM_NODE = "SLURMD_NODENAME"
 # Forwarded to the child; schedulers send some of them before they end a job.
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -48,29 +51,34 @@ TAIL = 1 << 16
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The program; with `has_tag` lines of its output begin with the rank; they also go to a log in `folder`."""
+    """The program; with `has_tag` lines of its output begin with the rank; they also go to a log in `folder`.
+
+    `has_terminal`: what it writes to stderr is shown on a terminal, as it is.
+    """
 
     program: tuple[str, ...]
     has_tag: bool = False
     folder: str | None = None
+    has_terminal: bool = False
 
 
 def rank_argv(settings: RankSettings) -> tuple[str, ...]:
     """Return the arguments of `python` for these settings; parse_arguments() is the inverse."""
     tag = ("--tag",) if settings.has_tag else ()
     folder = (f"--log-dir={settings.folder}",) if settings.folder is not None else ()
-    return ("-m", "dualdist.launch.rank", *tag, *folder, *settings.program)
+    terminal = ("--terminal",) if settings.has_terminal else ()
+    return ("-m", "dualdist.launch.rank", *tag, *folder, *terminal, *settings.program)
 
 
 def parse_arguments(arguments: Sequence[str]) -> RankSettings:
     """Return the settings of a command line; the first word that is no option begins the program."""
-    left, has_tag, folder = list(arguments), False, None
+    left, options = list(arguments), []
     while left and left[0].startswith("--"):
-        option = left.pop(0)
-        has_tag = has_tag or option == "--tag"
-        if option.startswith("--log-dir="):
-            folder = option.partition("=")[2]
-    return RankSettings(tuple(left), has_tag, folder)
+        options.append(left.pop(0))
+    folders = [option.partition("=")[2] for option in options if option.startswith("--log-dir=")]
+    return RankSettings(
+        tuple(left), "--tag" in options, folders[-1] if folders else None, has_terminal="--terminal" in options
+    )
 
 
 class RankProcess:
@@ -88,11 +96,17 @@ class RankProcess:
         self._mark, mark_variables = processes.new_job_mark(os.environ)
         processes.adopt_orphans()
         stderr, stderr_writer = os.pipe()
-        stdout, stdout_writer = os.pipe() if settings.has_tag or settings.folder is not None else (None, None)
-        environ = {**os.environ, **mark_variables}
+        # To a terminal Python writes whole lines itself, as it ends them. To a pipe it writes each word of a print() if
+        # unbuffered, else nothing until much later, which is lost if the rank is killed.
+        is_whole = os.isatty(1) and not os.environ.get(UNBUFFERED)
+        is_relayed = settings.has_tag or settings.folder is not None or not is_whole
+        stdout, stdout_writer = os.pipe() if is_relayed else (None, None)
+        environ = {**({UNBUFFERED: "1"} if is_relayed else {}), **os.environ, **mark_variables}
         environ.pop(CONTROL_VARIABLE, None)
+        has_frames = bool(environ.pop(FRAMES, "")) and control is not None
+        environ |= {OUTPUT: "tagged"} if settings.has_tag else {OUTPUT: "terminal"} if settings.has_terminal else {}
         self._child = subprocess.Popen(
-            [sys.executable, *settings.program],
+            [sys.executable, "-m", "dualdist", "exec", *settings.program],
             env=environ,
             stdout=stdout_writer,
             stderr=stderr_writer,
@@ -102,7 +116,8 @@ class RankProcess:
         tag = f"[{label}] " if settings.has_tag else ""
         has_console = log is None or settings.has_tag
         os.close(stderr_writer)
-        self._stderr = self._relay(stderr, 2 if has_console else None, log, tag, self._on_stderr)
+        console = 2 if has_console else None
+        self._stderr = self._relay(stderr, console, log, tag, self._on_stderr, framed=2 if has_frames else None)
         self._relays = [self._stderr]
         if stdout is not None and stdout_writer is not None:
             os.close(stdout_writer)
@@ -147,19 +162,30 @@ class RankProcess:
         return processes.find_marked(self._mark, below=os.getpid())
 
     def _relay(
-        self, source: int, console: int | None, log: int | None, tag: str, on_read: Callable[[bytes], object]
+        self,
+        source: int,
+        console: int | None,
+        log: int | None,
+        tag: str,
+        on_read: Callable[[bytes], object],
+        *,
+        framed: int | None = None,
     ) -> OutputRelay:
         targets = [target for target in (console, log) if target is not None]
-        relay = OutputRelay(source, targets, tag=tag, keep=TAIL, on_read=on_read)
+        relay = OutputRelay(source, targets, tag=tag, framed=framed, keep=TAIL, on_read=on_read)
         self._selector.register(relay.source, selectors.EVENT_READ, relay)
         return relay
 
     def _step(self, wait_s: float) -> None:
+        if any(relay.has_partial_line for relay in self._relays):
+            wait_s = min(wait_s, PARTIAL_S)
         for key, _ in self._selector.select(max(0.0, wait_s)):
             if isinstance(key.data, OutputRelay):
                 self._pump(key.data)
             else:
                 key.data()
+        for relay in self._relays:
+            relay.flush_partial_line()
         processes.reap_orphans(self._child.pid)
         if os.getppid() != self._parent:
             self._on_orphaned()
@@ -227,6 +253,9 @@ class RankProcess:
 
 def main() -> int:
     settings = parse_arguments(sys.argv[1:])
+    for closed in (1, 2):  # by a daemon: a pipe must not get its number
+        if not _is_open(closed):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), closed)
     host = os.environ.get(SLURM_NODE) or socket.gethostname().split(".")[0]
     rank, label = None, "?"
     with contextlib.suppress(TopologyError):  # dd.init() will raise it
@@ -255,6 +284,14 @@ def main() -> int:
     return _exit_like(RankProcess(settings, label, log, control).run())
 
 
+def _is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
+
+
 def _kill_mpi_daemon(pid: int) -> None:
     """Kill the parent if it is MPI's daemon, which would wait for its mpirun until TCP gives up, for minutes."""
     with contextlib.suppress(OSError):
@@ -272,9 +309,9 @@ def _report(control: socket.socket | None, message: RankEnded | RankFailing) -> 
 
 
 def _open_log(folder: Path, rank: int | None) -> int:
-    """Open the log of a rank; later rounds append to it."""
+    """Open the log of a rank; restarted ranks append to it."""
     folder.mkdir(parents=True, exist_ok=True)
-    mode = 0 if os.environ.get(ROUND) else os.O_TRUNC
+    mode = 0 if os.environ.get(RESTART) else os.O_TRUNC
     return os.open(
         folder / f"rank-{'?' if rank is None else rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode, 0o666
     )

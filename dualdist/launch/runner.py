@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from dualdist.launch.hosts import check_hosts, check_interface, probe_host
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
+from dualdist.rendezvous.meeting import RUN_RENDEZVOUS
 from dualdist.utils.preemption_protocol import REQUEUE
 from dualdist.utils.redaction import is_secret, redact_variables
 
@@ -33,6 +35,7 @@ class RunSettings:
     timeout_s: float | None = None
     log_dir: str | None = None
     tag_output: bool = False
+    is_verbose: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that the commands of each round are built from; `local_addresses` are where ranks reach `dualdist run`."""
+    """All that the commands of each start are built from; `local_addresses` are where ranks reach `dualdist run`."""
 
     job: Job
     launcher: str
@@ -61,17 +64,22 @@ class _Plan:
     environ: Mapping[str, str]
     local_addresses: tuple[str, ...]
 
-    def in_round(self, number: int) -> _Plan:
-        """Return the plan of a later round, whose ranks on this host meet at another port."""
+    @property
+    def has_frames(self) -> bool:
+        return LAUNCHERS[self.launcher].repeats_failures and not self.settings.is_verbose
+
+    def for_restart(self, number: int) -> _Plan:
+        """Return the plan of a restart, 0 for the first start; restarted ranks on this host meet at another port."""
         if number == 0:
             return self
         site = self.site if self.job.hosts else replace(self.site, rendezvous=_local_rendezvous())
-        return replace(self, site=site, job=replace(self.job, env={**self.job.env, rank.ROUND: str(number)}))
+        return replace(self, site=site, job=replace(self.job, env={**self.job.env, rank.RESTART: str(number)}))
 
     def commands(self, listener: ControlListener | None = None) -> tuple[Command, ...]:
         job, port = self.job, None
         if listener is not None:
-            job = replace(job, env={**job.env, CONTROL_VARIABLE: listener.address.dumps()})
+            own = {CONTROL_VARIABLE: listener.address.dumps(), **({rank.FRAMES: "1"} if self.has_frames else {})}
+            job = replace(job, env={**job.env, **own})
             port = listener.address.port
         commands = build_commands(self.launcher, job, self.site)
         return tuple(ssh.wrap_in_ssh(command, self.site, control_port=port) for command in commands)
@@ -93,7 +101,7 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
         addresses = (LOOPBACK,) if is_local else (*plan.local_addresses, LOOPBACK)
         listener = ControlListener.open(addresses, is_local=is_local)
         stack.callback(listener.server.close)
-        return _run_rounds(plan, listener)
+        return _run_with_restarts(plan, listener)
 
 
 def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
@@ -123,20 +131,26 @@ def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, 
         interface=job.interface,
         has_hosts=bool(job.hosts),
     )
-    output = rank.RankSettings(job.program, settings.tag_output, settings.log_dir)
+    if job.hosts and LAUNCHERS[launcher].mpi == "always":
+        main = site.require_rendezvous()
+        env[RUN_RENDEZVOUS] = f"tcp://{f'[{main.address}]' if ':' in main.address else main.address}:{main.port}"
+    is_shown = os.isatty(2) and not settings.tag_output and settings.log_dir is None
+    has_terminal = is_shown and not any(command.prefix for command in build_commands(launcher, job, site))
+    output = rank.RankSettings(job.program, settings.tag_output, settings.log_dir, has_terminal)
     job = replace(job, program=rank.rank_argv(output), env=env)
     return _Plan(job, launcher, site, settings, environ, local_addresses)
 
 
-def _run_rounds(plan: _Plan, listener: ControlListener) -> RunReport:
+def _run_with_restarts(plan: _Plan, listener: ControlListener) -> RunReport:
     """Start the job, and again after each failure, up to max_restarts times."""
     began = time.monotonic()
     timeout_s, restarts = plan.settings.timeout_s, plan.settings.max_restarts
     for number in range(restarts + 1):
-        current = plan.in_round(number)
+        current = plan.for_restart(number)
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
         stdout, is_elastic = 2 if plan.settings.stdout_to_stderr else None, plan.job.min_ranks is not None
-        supervisor = Supervisor(current.commands(listener), listener, plan.environ, stdout, is_elastic)
+        commands = current.commands(listener)
+        supervisor = Supervisor(commands, listener, plan.environ, stdout, is_elastic, has_frames=plan.has_frames)
         outcome = supervisor.run(left_s)
         is_multi_host = bool(plan.job.hosts) or len(supervisor.hosts) > 1
         if outcome.code == 0 or outcome.error or outcome.stop_signal or number == restarts:

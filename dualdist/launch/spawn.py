@@ -1,7 +1,5 @@
 """spawn() and run(): start ranks from a program, as processes of this host."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import multiprocessing
@@ -29,6 +27,8 @@ T = TypeVar("T")
 GRACE_S = 5.0
 # Seconds to wait for the rank that failed first, after one that failed because of it.
 CAUSE_S = 1.0
+# The exit code of a rank that would start ranks itself, as it imports a main module without a guard.
+UNGUARDED = 113
 
 
 def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: str | None = None) -> list[T]:
@@ -48,6 +48,7 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
 
     Raises:
         LaunchError: a rank failed; the message has its rank and traceback. The other ranks are ended.
+        UsageError: the caller is not guarded, or an argument is invalid.
     """
     return spawn_without_main(fn, nprocs, args, backend=backend, imports_main=True)
 
@@ -62,6 +63,8 @@ def spawn_without_main(
     imports_main: bool = False,
 ) -> list[T]:
     """Do as spawn(), but do not import the caller's main module on the ranks: it needs no guard."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing asks itself
+        raise SystemExit(UNGUARDED)
     tracebacks.install_hooks(os.environ)
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
@@ -124,6 +127,12 @@ def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
             except EOFError:
                 process = ranks[rank][0]
                 process.join(GRACE_S)
+                if process.exitcode == UNGUARDED:
+                    main = os.path.basename(getattr(sys.modules["__main__"], "__file__", "the main module"))
+                    raise UsageError(
+                        f"the ranks of dd.spawn import {main}, which calls dd.spawn again: put that call under "
+                        '`if __name__ == "__main__":`, or use dd.run'
+                    ) from None
                 ended = f"exit code {process.exitcode}; a negative one is a signal"
                 failures.append(LaunchError(f"rank {rank} ended without a result ({ended})"))
                 continue
@@ -187,7 +196,7 @@ def run(
     except LaunchError as failure:
         if failure.exception is None:
             raise
-        raise pickle.loads(failure.exception) from failure
+        raise pickle.loads(failure.exception) from failure.with_traceback(None)
     return [pickle.loads(result) for result in results]
 
 

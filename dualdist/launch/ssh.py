@@ -8,8 +8,6 @@ line. sshd does not signal the end of its client, but it closes the pipe to whic
 it. If the whole host is cut off, sshd does not notice; a control channel to `dualdist run`, as ranks have one, does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -48,13 +48,14 @@ class JobOutcome:
         failure: the rank that failed first.
         error: why the job was ended, if neither a rank nor a launcher failed.
         stop_signal: the signal that asked the job to stop, or 0.
+        seconds: of the job with its restarts, which dualdist.launch.runner sets.
     """
 
     code: int
-    seconds: float
     failure: RankEnd | None = None
     error: str = ""
     stop_signal: int = 0
+    seconds: float = 0.0
 
 
 @dataclass
@@ -93,6 +94,7 @@ class ControlListener:
 class Supervisor:
     """One run of a job, whose launcher restarts lost ranks if it `is_elastic`.
 
+    With `has_frames` ranks frame their stderr, and what the launcher itself writes there is dropped after a failure.
     `ends` and `hosts` are those of the ranks that connected.
     """
 
@@ -101,6 +103,7 @@ class Supervisor:
     environ: Mapping[str, str]
     stdout: int | None = None
     is_elastic: bool = False
+    has_frames: bool = False
     ends: list[RankEnd] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
 
@@ -129,17 +132,17 @@ class Supervisor:
                 error = f"{error}; {processes.describe_processes(processes.find_marked(self._mark))}"
         finally:
             self._end()
-        return self._outcome(time.monotonic() - began, error)
+        return self._outcome(error)
 
-    def _outcome(self, seconds: float, error: str) -> JobOutcome:
+    def _outcome(self, error: str) -> JobOutcome:
         codes = [process.returncode for process in self._processes]
         failure, stopped = first_failure(self.ends), self._stop_signal
         if not error and has_stopped_on_notice(self.ends):
-            return JobOutcome(REQUEUE, seconds, stop_signal=stopped)
+            return JobOutcome(REQUEUE, stop_signal=stopped)
         if stopped and any([*codes, failure, error]):
-            return JobOutcome(128 + stopped, seconds, error=error, stop_signal=stopped)
+            return JobOutcome(128 + stopped, error=error, stop_signal=stopped)
         code = 124 if error else exit_code(codes, failure, is_elastic=self.is_elastic)
-        return JobOutcome(code, seconds, failure if code and not error else None, error, stopped)
+        return JobOutcome(code, failure if code and not error else None, error, stopped)
 
     def _start(self, command: Command) -> None:
         is_relayed = bool(command.prefix)
@@ -149,7 +152,7 @@ class Supervisor:
                 env={**command.environment(self.environ), **self._mark_variables},
                 stdin=subprocess.PIPE if command.stdin else None,
                 stdout=subprocess.PIPE if is_relayed else self.stdout,
-                stderr=subprocess.PIPE if is_relayed else None,
+                stderr=subprocess.PIPE if is_relayed or self.has_frames else None,
                 start_new_session=True,
             )
         except OSError as error:
@@ -161,7 +164,8 @@ class Supervisor:
                 process.stdin.write(f"{command.stdin}\n".encode())
         for source, target in ((process.stdout, self.stdout or 1), (process.stderr, 2)):
             if source is not None:
-                relay = OutputRelay(os.dup(source.fileno()), [target], strip=command.prefix)
+                hides = self._is_failing if self.has_frames else None
+                relay = OutputRelay(os.dup(source.fileno()), [target], strip=command.prefix, hides_unframed=hides)
                 source.close()
                 self._relays.append(relay)
                 self._selector.register(relay.source, selectors.EVENT_READ, lambda relay=relay: self._pump(relay))
@@ -191,6 +195,10 @@ class Supervisor:
         if self._stop_signal:
             return any(end.code != 0 for end in self.ends[self._ends_before_stop :])
         return not self.is_elastic and any(end.code != 0 for end in self.ends)
+
+    def _is_failing(self) -> bool:
+        """Return True if a rank has failed, or the job is being ended."""
+        return self._is_ending or bool(self._stop_signal) or any(end.code != 0 for end in self.ends)
 
     def _have_ranks_ended(self) -> bool:
         """Return True if every rank that connected has reported its end."""
@@ -246,7 +254,8 @@ class Supervisor:
             self._step(TICK_S)
 
     def _step(self, wait_s: float) -> None:
-        for key, _ in self._selector.select(wait_s):
+        # Reports of ranks first: what a launcher writes of a failure is dropped.
+        for key, _ in sorted(self._selector.select(wait_s), key=lambda ready: isinstance(ready[0].fileobj, int)):
             key.data()
         self._drop_unidentified(HELLO_S)
 

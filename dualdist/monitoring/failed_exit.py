@@ -1,7 +1,5 @@
 """Failed exit: a rank whose collective failed exits with an error that its launcher sees, even if it was ignored."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

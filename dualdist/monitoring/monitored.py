@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Backend, Buffer, Epilogue, LazyDescription, ReduceOp, Work
+from dualdist.backends.base import Backend, LazyDescription, ReduceOp, Work
+from dualdist.backends.shm.collectives import HostWork
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError, RendezvousError, UnsupportedError
 from dualdist.monitoring.rank_probe import STORE_GONE, RankProbe, find_lost_ranks, find_silent_ranks, report_timeout
 from dualdist.utils.suggest import format_ranks
@@ -56,9 +57,10 @@ class Monitor:
         message = f"{what}: {error}"
         if self.probe is not None and isinstance(error, CollectiveTimeoutError):
             message = report_timeout(self.probe, self.ranks, str(what), str(error))
-        elif self.probe is not None and isinstance(error, RankLostError) and not error.ranks:
-            gone = find_lost_ranks(self.probe, self.ranks)
+        elif self.probe is not None and isinstance(error, RankLostError):
+            gone = [] if error.ranks else find_lost_ranks(self.probe, self.ranks)
             message += f"; no answer from {format_ranks(gone)}" if gone else ""
+            message += "; if its loop was shorter than this rank's, call dd.join() after the loop on every rank"
         described = type(error)(message)
         described.names_operation = True
         return described
@@ -95,26 +97,16 @@ class MonitoredWork:
             self._ended()
         return is_done
 
+    def try_wait(self, seconds: float) -> bool:
+        """Return True if this is done within `seconds`; False at once if it is not shared memory that moves it."""
+        return isinstance(self._work, HostWork) and self._work.try_wait(seconds)
+
     def wait(self) -> torch.Tensor:
         try:
             with self._monitor.operation(self._what):
                 return self._work.wait()
         finally:
             self._ended()
-
-
-class _MonitoredBuffer:
-    """A buffer whose reductions are monitored."""
-
-    def __init__(self, backend: MonitoredBackend, buffer: Buffer) -> None:
-        self.values = buffer.values
-        self.memory = buffer.memory
-        self.applies_epilogue = buffer.applies_epilogue
-        self._backend = backend
-        self._buffer = buffer
-
-    def allreduce(self, op: ReduceOp, name: str, epilogue: Epilogue) -> MonitoredWork:
-        return self._backend._start("allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, epilogue))
 
 
 class MonitoredBackend:
@@ -131,6 +123,8 @@ class MonitoredBackend:
         self.supported_reduce_dtypes = backend.supported_reduce_dtypes
         self.traceable = backend.traceable
         self.done_means_all_started = backend.done_means_all_started
+        self.mean_devices = backend.mean_devices
+        self.rank_order_devices = backend.rank_order_devices
 
     @property
     def timeout_s(self) -> float:
@@ -144,28 +138,19 @@ class MonitoredBackend:
     def is_open(self) -> bool:
         return self._backend.is_open
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> MonitoredWork:
-        return self._start("allreduce", name, buffer, lambda: self._backend.allreduce_(buffer, op, name))
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> MonitoredWork:
+        return self._start("allreduce", name, buffer, lambda: self._backend.allreduce_(buffer, op, name, source))
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> MonitoredWork:
-        return self._start("allgather", name, tensor, lambda: self._backend.allgather(tensor, name))
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> MonitoredWork:
+        return self._start("allgather", name, tensor, lambda: self._backend.allgather(tensor, name, output))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> MonitoredWork:
         return self._start("broadcast", name, buffer, lambda: self._backend.broadcast_(buffer, root, name))
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> MonitoredWork:
         return self._start("alltoall", name, tensor, lambda: self._backend.alltoall(tensor, sent, received, name))
-
-    def reserve(self, nbytes: int, device: torch.device) -> int:
-        with self._monitor.operation(f"reservation of {nbytes} bytes"):
-            return self._backend.reserve(nbytes, device)
-
-    def buffer(self, region: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
-        buffer = self._backend.buffer(region, number, count, dtype, device)
-        return None if buffer is None else _MonitoredBuffer(self, buffer)
-
-    def release(self, region: int) -> None:
-        self._backend.release(region)
 
     def duplicate(self, key: str) -> Backend:
         return MonitoredBackend(self._backend.duplicate(key), self._monitor)

@@ -7,8 +7,6 @@ more step until all answers are known. The last step is the one after the highes
 reach it. Ranks wait for answers of threads only, so there is no deadlock.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -78,7 +76,7 @@ class PreemptionNotice:
                     self.request(STOP, f"the file {self.file}")
 
     def acknowledge(self) -> None:
-        """Tell the file's writer that the job has stopped and saved its state."""
+        """Tell the file's writer that the job stops and can be queued again."""
         if self.file is not None:
             self.file.with_name(self.file.name + DONE).touch()
 

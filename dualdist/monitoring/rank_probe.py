@@ -1,10 +1,8 @@
-"""Rank probe: ask every rank for its position when an operation fails, and report it on all of them, in one format.
+"""Rank probe: when an operation fails or times out, ask every rank for its position, and name those that are missing.
 
 Note [one question]: many ranks time out at the same moment. The first one collects the answers and shares them with
 the others. Every rank prints the report before any rank raises, since launchers kill all once the first one exits.
 """
-
-from __future__ import annotations
 
 import atexit
 import contextlib
@@ -92,7 +90,7 @@ class RankProbe:
         self._thread = threading.Thread(target=self._run, name=f"{OUR_THREADS}rank-probe", daemon=True)
         self._thread.start()
         # A thread that the interpreter ends inside the store's C++ code aborts the process, so stop it before.
-        atexit.register(self._close_at_exit)
+        atexit.register(self.close)
 
     def enter(self, operation: object) -> tuple[object, float] | None:
         """Record that this thread is in `operation`; return its previous position for leave()."""
@@ -156,13 +154,7 @@ class RankProbe:
         self._stop.set()
         self._thread.join(ANSWER_S)
         if not self._thread.is_alive():
-            atexit.unregister(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        self.close()
-        if self._thread.is_alive():
-            self._store.disconnect()
-            self._thread.join(ANSWER_S)
+            atexit.unregister(self.close)
 
     def _run(self) -> None:
         try:

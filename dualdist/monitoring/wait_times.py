@@ -5,8 +5,6 @@ records two durations of each, and exchanges them on request only. Durations are
 complete an operation at about the same time, so the rank with the shortest duration arrived last.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from array import array

@@ -1,4 +1,4 @@
-"""Choice of the backend and transport: as requested, else as `dualdist compare --save-choice` saved, else by launcher.
+"""Choice of backend, transport and GPU: as requested, else as `dualdist compare --save-choice` saved, else by launcher.
 
 Saved choices are kept in a file of the user; "auto" takes one in a job like the one that was compared. Importing this
 imports no torch.
@@ -37,9 +37,18 @@ Print = Callable[[str], None]  # prints a line to the user
 
 def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -> str:
     """Return `value` if it is one of the choices, of which "" stands for none; else raise UsageError."""
+    if value not in choices and what == "backend" and (owners := _backends_over(value)):
+        raise UsageError(
+            f"{value!r} is a transport, of {' and '.join(owners)}, and no backend: type dd.init({owners[0]!r}), which "
+            f"takes the fastest transport, or insist on this one by {TRANSPORT}={value}"
+        )
     if value not in choices:
         require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
     return value
+
+
+def _backends_over(transport: str) -> list[str]:
+    return [name for name, transports in registry.backend_transports().items() if transport in transports]
 
 
 def select_device(topology: Topology | None) -> torch.device:

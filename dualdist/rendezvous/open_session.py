@@ -11,6 +11,7 @@ from dualdist.backends import registry
 from dualdist.backends.registry import AUTO, NATIVE, BackendSpec
 from dualdist.errors import BackendUnavailableError, DualdistError, UsageError
 from dualdist.monitoring import process_state
+from dualdist.rendezvous.address_exchange import BroadcastAddressExchange
 from dualdist.rendezvous.backend_selection import Print, describe_choice, matching_choice, select_backend, select_device
 from dualdist.rendezvous.rank_assignment import (
     RankReport,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.backends.base import Backend, InitContext, Store
-    from dualdist.backends.shm.segment import ShmExchange
+    from dualdist.backends.shm.channel import HostRanks
     from dualdist.collectives.group import Group
 
 STORE = "dualdist.store"
@@ -54,11 +55,21 @@ class SessionConfig:
     key: str  # prefix of the session's keys in the store: the same on all ranks, different for every session
     timeout_s: float
     rendezvous: RendezvousStore
+    sets_default_group: bool = True
+    uses_gpu: bool = True  # if there is one
 
-    def context(self, device: torch.device) -> InitContext:
+    def device(self, topology: Topology | None) -> torch.device:
+        """Return the device of this rank, or only its type without a topology."""
+        import torch
+
+        return select_device(topology) if self.uses_gpu else torch.device("cpu")
+
+    def context(self, topology: Topology | None) -> InitContext:
         from dualdist.backends.base import InitContext
 
-        return InitContext(self.topology, self.environ, self.transport, device, self.timeout_s, self.key)
+        device = self.device(topology)
+        context = InitContext(self.topology, self.environ, self.transport, device, self.timeout_s, self.key)
+        return replace(context, sets_default_group=self.sets_default_group)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class Session:
 
 def open_session(requested: str, config: SessionConfig, print_line: Print) -> Session:
     """Open a session on the requested backend; for "auto", on the program's own process group or the saved choice."""
-    adopted = registry.get(NATIVE if requested == AUTO else requested).adopt(config.context(select_device(None)))
+    adopted = registry.get(NATIVE if requested == AUTO else requested).adopt(config.context(None))
     if adopted is not None:
         config = replace(config, topology=adopted.topology)
         locations = _exchange_locations(adopted.backend, config)
@@ -126,7 +137,7 @@ def open_session(requested: str, config: SessionConfig, print_line: Print) -> Se
 
 def _open(spec: BackendSpec, config: SessionConfig) -> Session:
     """Start the backend before the ranks meet, if it connects them, else after."""
-    backend = spec.start_early(config.context(select_device(None)))
+    backend = spec.start_early(config.context(None))
     session = _open_over_store(spec, config) if backend is None else _open_over_backend(backend, config)
     if (name := session.backend.name) != spec.name:
         session.close()
@@ -146,7 +157,7 @@ def _open_over_backend(backend: Backend, config: SessionConfig) -> Session:
 def _create_store(backend: Backend, config: SessionConfig) -> Store:
     """Serve a store on rank 0 and broadcast its address over a running backend."""
     from dualdist.backends.control_plane import broadcast_object
-    from dualdist.rendezvous.store_rendezvous import BroadcastAddressExchange, serve_or_connect
+    from dualdist.rendezvous.store_rendezvous import serve_or_connect
 
     exchange = BroadcastAddressExchange(lambda text: cast(str, broadcast_object(backend, text, 0, STORE)))
     return serve_or_connect(exchange, config.topology, host_identity(config.environ), Deadline(config.timeout_s))
@@ -162,7 +173,7 @@ def _open_over_store(spec: BackendSpec, config: SessionConfig) -> Session:
         store, locations, interface = met.store, met.locations, met.interface
         config = replace(config, key=met.key)
     config = replace(config, topology=with_location(config.topology, locations))
-    context = config.context(select_device(config.topology))
+    context = config.context(config.topology)
     backend = spec.start(replace(context, locations=locations, store=store, interface=interface))
     return _start_session(backend, store, config, locations)
 
@@ -198,25 +209,25 @@ def _start_session(
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
         opened += [] if probe is None else [probe.close]
         operations = backend.duplicate("operations")
-        exchange = open_exchange(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
+        exchange = open_exchange(store, f"{key}/requests", hosts, backend.ranks, backend.rank, timeout_s)
     except BaseException:
         for close in opened[::-1]:  # or the next init() would take torch's default group for the program's own
             with contextlib.suppress(DualdistError):  # the first error says more
                 close()
         raise
     world = Group(operations, Monitor(probe, backend.ranks), backend, exchange)
-    return Session(world, topology, select_device(topology), timeout_s, hosts, store, key)
+    return Session(world, topology, config.device(topology), timeout_s, hosts, store, key)
 
 
 def open_exchange(
     store: Store | None, key: str, hosts: Sequence[int], ranks: Sequence[int], index: int, timeout_s: float
-) -> ShmExchange | None:
+) -> HostRanks | None:
     """Open the shared-memory exchange of control messages if these ranks share a host; all of them call this."""
     if store is None or index < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
         return None
-    from dualdist.backends.shm import segment
+    from dualdist.backends.shm import channel
 
     try:
-        return segment.open_exchange(store, key, ranks, index, Deadline(timeout_s))
+        return channel.connect_host(store, key, ranks, index, channel.SLOT_BYTES, Deadline(timeout_s))
     except BackendUnavailableError:
         return None  # messages go over the backend

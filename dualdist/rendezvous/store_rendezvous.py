@@ -12,22 +12,17 @@ generation answers with that number. Questions left from earlier generations are
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Store
-from dualdist.backends.mpi import world
 from dualdist.backends.native import store as native_store
-from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
-from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
+from dualdist.environments.env_values import RENDEZVOUS
+from dualdist.errors import DualdistError, RendezvousError, TopologyError
 from dualdist.monitoring import process_state
+from dualdist.rendezvous.address_exchange import AddressExchange, FileAddressExchange, meeting_place
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
@@ -37,10 +32,6 @@ from dualdist.utils.network_interfaces import StoreAddress
 if TYPE_CHECKING:
     from dualdist.rendezvous.open_session import SessionConfig
 
-RENDEZVOUS = "DUALDIST_RENDEZVOUS"
-RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
-SLURM_SUBMIT_DIR = "SLURM_SUBMIT_DIR"
-SLURM_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 GENERATIONS = "dualdist/generations"
 POLL_S = 0.01
@@ -48,112 +39,6 @@ POLL_S = 0.01
 GRACE_S = 1.0
 # Rank 0 serves the store for so many seconds more, until every other rank has read why rendezvous failed.
 READ_VERDICT_S = 5.0
-
-
-class AddressExchange(Protocol):
-    """Passes one line of text from rank 0 to the other ranks."""
-
-    def publish(self, text: str) -> None:
-        """Pass on the text; rank 0 calls this once."""
-
-    def read(self) -> str | None:
-        """Return the text, None while rank 0 has not published it; the other ranks call this."""
-
-    def withdraw(self) -> None:
-        """Remove the text; rank 0 calls this when every rank has read it."""
-
-    def describe(self) -> str:
-        """Say where the text is expected, for errors."""
-
-
-@dataclass(frozen=True)
-class FileAddressExchange:
-    """A file in a folder that all ranks see, created by a rename and removed after rendezvous."""
-
-    path: Path
-
-    def publish(self, text: str) -> None:
-        try:
-            with tempfile.TemporaryDirectory(prefix=f"{self.path.name}.", dir=self.path.parent) as folder:
-                draft = Path(folder, self.path.name)
-                draft.write_text(text)
-                os.replace(draft, self.path)
-        except OSError as error:
-            raise RendezvousError(
-                f"rank 0 cannot write {self.path} ({error.strerror}), the file by which the ranks find each other: "
-                f"name a folder that all ranks share and may write in {RENDEZVOUS_DIR}, "
-                "or set MASTER_ADDR and MASTER_PORT"
-            ) from error
-
-    def read(self) -> str | None:
-        with contextlib.suppress(OSError):
-            os.listdir(self.path.parent)  # makes an NFS client look up the file again
-            return self.path.read_text(errors="replace")
-        return None
-
-    def withdraw(self) -> None:
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-
-    def describe(self) -> str:
-        return f"in the file {self.path}; is this folder shared by all nodes ({RENDEZVOUS_DIR} names another)?"
-
-
-@dataclass(frozen=True)
-class HorovodAddressExchange:
-    """The key "rank0" in the HTTP store of horovodrun, in the scope "dualdist"."""
-
-    address: str
-    port: int
-    deadline: Deadline
-
-    def publish(self, text: str) -> None:
-        if self._request("PUT", text.encode()) is None:
-            raise RendezvousError(f"horovodrun's store at {self.address}:{self.port} refused rank 0's address")
-
-    def read(self) -> str | None:
-        return self._request("GET", None)
-
-    def withdraw(self) -> None:
-        with contextlib.suppress(RendezvousError):
-            self._request("DELETE", None)
-
-    def describe(self) -> str:
-        return f"in horovodrun's store at {self.address}:{self.port}"
-
-    def _request(self, method: str, body: bytes | None) -> str | None:
-        timeout_s = max(0.1, min(network_interfaces.PROBE_S, self.deadline.left_s()))
-        try:
-            connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
-            with contextlib.closing(connection):
-                connection.request(method, "/dualdist/rank0", body)
-                response = connection.getresponse()
-                text = response.read().decode(errors="replace")
-        except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: an invalid host name
-            raise RendezvousError(
-                f"horovodrun's store at {self.address}:{self.port} ({STORE_ADDRESS}, {STORE_PORT}) "
-                f"does not answer ({error}): is horovodrun still running, and can this host reach it?"
-            ) from error
-        return text if response.status == http.HTTPStatus.OK else None
-
-
-@dataclass(frozen=True)
-class BroadcastAddressExchange:
-    """A broadcast of rank 0's text, None on the others; each rank calls publish or read once."""
-
-    broadcast: Callable[[str | None], str]
-
-    def publish(self, text: str) -> None:
-        self.broadcast(text)
-
-    def read(self) -> str | None:
-        return self.broadcast(None)
-
-    def withdraw(self) -> None:
-        """Withdraw nothing."""
-
-    def describe(self) -> str:
-        return "by broadcast"
 
 
 @dataclass(frozen=True)
@@ -273,52 +158,17 @@ def _open_store(
     topology: Topology, environ: MutableMapping[str, str], host: str, deadline: Deadline
 ) -> tuple[Store, AddressExchange | None]:
     """Connect to the job's store, served by rank 0 or the launcher; return it and the address exchange used."""
-    given = environ.get(RENDEZVOUS)
-    address, port = topology.address, topology.port
-    agent = topology.rendezvous == "agent" and not given
-    if given and urlsplit(given).scheme == "tcp":
-        address, port = _address_of(given)
-    elif given or topology.rendezvous in ("horovod", "mpi", "slurm"):
-        exchange = FileAddressExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
-        return serve_or_connect(exchange, topology, host, deadline), exchange
-    if address is None or port is None:
-        raise TopologyError(
-            f"the {topology.size} ranks have no address for rendezvous (from {topology.source}): "
-            f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
-        )
+    place = meeting_place(topology, environ, deadline)
+    if not isinstance(place, tuple):
+        return serve_or_connect(place, topology, host, deadline), place
+    address, port = place
+    agent = topology.rendezvous == "agent" and not environ.get(RENDEZVOUS)
     if topology.rank == 0 and not agent:
         listener = network_interfaces.open_listener(port, loopback_only=False)
         return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline), None
     who = "the store of the launcher" if agent else "rank 0 (MASTER_ADDR, MASTER_PORT)"
     network_interfaces.wait_until_listening(address, port, deadline, who)
     return native_store.connect(address, port, None, deadline), None
-
-
-def _address_of(url: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(url)
-        if parts.hostname and parts.port and not parts.path:
-            return parts.hostname, parts.port
-    except ValueError:  # an invalid port
-        pass
-    raise UsageError(f"{RENDEZVOUS}={url!r}: expected tcp://host:port, with a port between 1 and 65535")
-
-
-def _path_of(url: str) -> Path:
-    parts = urlsplit(url)
-    if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
-        raise UsageError(f"{RENDEZVOUS}={url!r}: expected file:///folder/name or tcp://host:port")
-    return Path(parts.path)
-
-
-def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> AddressExchange:
-    if topology.rendezvous == "mpi":
-        return BroadcastAddressExchange(lambda text: world.broadcast_text(text, topology, environ, deadline))
-    if topology.rendezvous == "horovod":
-        return HorovodAddressExchange(environ[STORE_ADDRESS], int(environ[STORE_PORT]), deadline)
-    folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
-    step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))
-    return FileAddressExchange(Path(folder) / f".dualdist-{step}")
 
 
 def serve_or_connect(exchange: AddressExchange, topology: Topology, host: str, deadline: Deadline) -> Store:
@@ -329,6 +179,7 @@ def serve_or_connect(exchange: AddressExchange, topology: Topology, host: str, d
         port = listener.getsockname()[1]
         exchange.publish(StoreAddress.of(host, port, one_node=one_node).dumps())
         return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
+    pause_s = 0.002  # rank 0 mostly comes at the same time
     while True:
         text = exchange.read()
         if text is not None:
@@ -343,7 +194,8 @@ def serve_or_connect(exchange: AddressExchange, topology: Topology, host: str, d
             raise RendezvousError(
                 f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0's address {exchange.describe()}"
             )
-        deadline.sleep(0.05)
+        deadline.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 @dataclass(frozen=True)

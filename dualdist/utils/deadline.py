@@ -1,7 +1,5 @@
 """Time limits: deadlines, reads of pipes, calls that may block in foreign code, and waits at exit."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The name `horovod` in this process: the installed package, or dualdist's modules under an alias."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

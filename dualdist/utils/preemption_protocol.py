@@ -1,7 +1,5 @@
 """Preemption protocol: the signals, file and exit status that ranks, launchers and job scripts share."""
 
-from __future__ import annotations
-
 import signal
 
 # Exit status of a preempted job that can be requeued: EX_TEMPFAIL of sysexits.h, "try again".

@@ -1,7 +1,5 @@
 """Redaction of secrets: values of variables with telling names, and text that looks like a secret."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,13 +1,48 @@
 """Parts of error messages: valid choices, the closest match, shortened lists of ranks."""
 
-from __future__ import annotations
-
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from dualdist.errors import UsageError
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 SHOWN = 8  # at most so many tensors or ranks are listed in an error
+# Names of Horovod and torch.distributed, and those of the same things here.
+OUR_NAMES = {
+    "DistributedOptimizer": "wrap_optimizer",
+    "DistributedSampler": "Sampler",
+    "all_gather": "allgather",
+    "all_reduce": "allreduce",
+    "all_to_all": "alltoall",
+    "destroy_process_group": "shutdown",
+    "get_rank": "rank",
+    "get_world_size": "size",
+    "init_process_group": "init",
+    "reduce_scatter": "reducescatter",
+    "world_size": "size",
+}
+# Arguments of Horovod's and torch.distributed's functions, and what stands for them here.
+OUR_ARGUMENTS = {
+    "average": 'op="mean" or op="sum"',
+    "dst": "root=",
+    "postscale_factor": "postscale=",
+    "prescale_factor": "prescale=",
+    "process_set": "group=",
+    "root_rank": "root=",
+    "src": "root=",
+    "timeout": "timeout_s=",
+}
+# Words of the command line of other tools, or for a part of the thing, and ours.
+SYNONYMS = {
+    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--num-proc", "--nprocs", "--np", "--ntasks"), "-np"),
+    **dict.fromkeys(("mpi", "mpiexec", "openmpi", "mpich"), "mpirun"),
+    **{"slurm": "srun", "horovod": "horovodrun", "torch": "torchrun", "ddp": "native"},
+    **dict.fromkeys(("nccl", "gloo", "shm"), "native"),
+}
 
 
 def require_choice(word: str, known: Iterable[str], what: str, where: str = "") -> str:
@@ -20,8 +55,42 @@ def require_choice(word: str, known: Iterable[str], what: str, where: str = "") 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the closest known word, or ""."""
-    close = difflib.get_close_matches(word, known, 1) if isinstance(word, str) else []
-    return f"; did you mean {close[0]!r}?" if close else ""
+    words = list(known)
+    synonym = SYNONYMS.get(word) if isinstance(word, str) else None
+    close = difflib.get_close_matches(word, words, 1) if isinstance(word, str) else []
+    found = [synonym] if synonym in words else close
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def explain_keyword(function: Callable[..., Any], keywords: Iterable[str], error: TypeError) -> TypeError:
+    """Return an error that names the first keyword that `function` lacks, and ours in its place; else `error`."""
+    known = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    unknown = next((name for name in keywords if name not in known), None)
+    if unknown is None or takes_any:
+        return error
+    ours = OUR_ARGUMENTS.get(unknown, "")
+    hint = f"; pass {ours}" if ours.partition("=")[0] in known else did_you_mean(unknown, known)
+    return TypeError(f"{function.__name__}() takes no argument {unknown!r}{hint}")
+
+
+def explain_keywords(function: F) -> F:
+    """Decorate a function so that an unknown keyword is an error of explain_keyword()."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            raise explain_keyword(function, kwargs, error) from error.__cause__
+
+    return call  # type: ignore[return-value]
+
+
+def type_name(value: object) -> str:
+    """Return the name of the value's type after its article, such as "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -1,11 +1,10 @@
 """Import of torchvision even if its compiled operators do not load with the installed torch."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -20,6 +19,7 @@ SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
+LIBRARIES = ("_C_stable", "_C")  # since torchvision 0.29, and before
 
 
 def load_torchvision() -> ModuleType:
@@ -66,8 +66,8 @@ class TorchvisionImportHook(MetaPathFinder):
 def load_operators(folders: Sequence[str]) -> bool:
     """Load torchvision's compiled operators into torch; return True on success."""
     loader = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)
-    for folder in folders:
-        found = importlib.machinery.FileFinder(folder, loader).find_spec("_C")
+    for folder, name in itertools.product(folders, LIBRARIES):
+        found = importlib.machinery.FileFinder(folder, loader).find_spec(name)
         if found is not None and found.origin is not None:
             try:
                 torch.ops.load_library(found.origin)

@@ -1,7 +1,6 @@
 """Tracebacks of dualdist's errors: without dualdist's frames, unless DUALDIST_DEBUG is set."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import sys
 import traceback
@@ -10,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dualdist.errors import DualdistError
+from dualdist.errors import DualdistError, LaunchError
 
 HOME = f"{Path(__file__).parent.parent}{os.sep}"
 DEBUG = "DUALDIST_DEBUG"
@@ -23,12 +22,10 @@ def is_debug(environ: Mapping[str, str]) -> bool:
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without frames of dualdist and of torch called by it; None if none is left."""
-    kept, inside, hidden = [], False, (HOME, *_folder_of("torch"))
+    """Return the traceback without frames of dualdist, and of torch and contextlib beneath the program's."""
+    kept, hidden = [], (HOME, *_folder_of("torch"), contextlib.__file__)
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        inside = inside or file.startswith(HOME)
-        if not (inside and file.startswith(hidden)):
+        if not trace.tb_frame.f_code.co_filename.startswith(hidden):
             kept.append(trace)
         trace = trace.tb_next
     found: TracebackType | None = None
@@ -78,7 +75,7 @@ def install_hooks(environ: Mapping[str, str]) -> None:
         sys.excepthook = _excepthook
     shell = _ipython()
     if shell is not None and not shell.custom_exceptions:
-        shell.set_custom_exc((DualdistError,), _show_in_ipython)
+        shell.set_custom_exc((Exception,), _show_in_ipython)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -99,4 +96,6 @@ def _ipython() -> Any:
 def _show_in_ipython(
     shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None, tb_offset: Any = None
 ) -> None:
-    shell.showtraceback((kind, error.with_traceback(None), user_frames(trace)), tb_offset=tb_offset)
+    if is_own_error(error) or isinstance(error.__cause__, LaunchError):  # of a rank of dd.run
+        error, trace = error.with_traceback(None), user_frames(trace)
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)

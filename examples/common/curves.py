@@ -17,6 +17,17 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# As the plots of `dualdist compare`.
+STYLE: dict[str, Any] = {
+    **{f"axes.spines.{side}": False for side in ("top", "right")},
+    **{name: "#5b6675" for name in ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")},
+    "axes.grid": True,
+    "grid.color": "#dfe4ea",
+    "text.color": "#1c2430",
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+}
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, settings in FLAGS.items():
@@ -52,11 +63,14 @@ class Curves:
             self._writer.close()
         if not self._picture or not self._points:
             return
+        import matplotlib
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(4 * len(self._points), 3), layout="constrained")
-        panels = figure.subplots(1, len(self._points), squeeze=False)[0]
-        for axes, (name, points) in zip(panels, self._points.items(), strict=True):
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else None)
-            axes.set(title=name, xlabel="step")
-        figure.savefig(self._picture)
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(4.2 * len(self._points), 3.2), layout="constrained")
+            panels = figure.subplots(1, len(self._points), squeeze=False)[0]
+            for axes, (name, points) in zip(panels, self._points.items(), strict=True):
+                axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else None)
+                axes.set_title(f"{name}, {points[-1][1]:.3g} at the end")
+                axes.set_xlabel("step")
+            figure.savefig(self._picture, dpi=144)

@@ -1,7 +1,5 @@
 """Optimizers with op="adasum", compared with all ranks' steps taken in this process and combined in float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

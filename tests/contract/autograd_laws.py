@@ -1,7 +1,5 @@
 """Autograd through collectives: first and second derivatives, also where ranks differ in requires_grad."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Backward passes that run again, raise, recompute, or finish in another order on each rank."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch
@@ -11,6 +9,7 @@ from contract.oracle import (
     gradients,
     law,
     law_alone,
+    loss_of,
     mean_gradients,
     mean_scale,
     net,
@@ -69,6 +68,7 @@ def every_rank_drops_the_reduction_that_an_interrupted_backward_began() -> None:
         assert torch.allclose(last.grad, torch.full_like(last, mean)), places
         assert torch.allclose(first.grad, torch.full_like(first, mean)), places
         optimizer.step()
+    optimizer.zero_grad()
     for bucket in optimizer._dualdist_wrapper.reducer._buckets:
         bucket.reads_flags_late = True  # as on a GPU, where other ranks learn of it too late
     if dd.rank() == 0:
@@ -77,6 +77,30 @@ def every_rank_drops_the_reduction_that_an_interrupted_backward_began() -> None:
         raises(CollectiveError, first.sum().backward, "a backward raised on this rank", "from a checkpoint")
     else:
         (first.sum() + last.sum()).backward()
+
+
+@law_alone
+def a_backward_that_raised_while_it_accumulated_into_buckets_needs_zero_grad() -> None:
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
+
+    def interrupt() -> None:
+        middle = first * 2
+        start = middle + last.sum() * 100
+        middle.register_hook(refuse)
+        raises(ValueError, start.sum().backward, "refused")
+
+    for set_to_none in (False, True):
+        (first.sum() + last.sum()).backward()
+        interrupt()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        ((first.sum() + last.sum()) * (dd.rank() + 1)).backward()
+        assert torch.allclose(last.grad, torch.full_like(last, mean_scale())), set_to_none
+        assert torch.allclose(first.grad, torch.full_like(first, mean_scale())), set_to_none
+    interrupt()
+    dd.barrier()  # the first of the ranks to raise ends the session
+    if dd.size() > 1:
+        raises(CollectiveError, first.sum().backward, "after an exception call zero_grad()", "=False")
 
 
 @law_alone
@@ -89,6 +113,80 @@ def a_parameter_used_inside_and_outside_a_checkpoint_gets_both_gradients() -> No
     mean = mean_scale()
     assert torch.allclose(shared.grad, torch.full_like(shared, 3 * mean + 1))
     optimizer.step()
+
+
+@law_alone
+def reentrant_checkpoints_on_some_ranks_are_an_error_on_all() -> None:
+    """Its inner backward would be reduced with the whole one of other ranks."""
+    first, other = nn.Parameter(torch.ones(1 << 19)), nn.Parameter(torch.ones(3))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([other, first], lr=0.1))
+    x = torch.ones(1 << 19, requires_grad=True)
+
+    def loss(reentrant: bool) -> torch.Tensor:
+        optimizer.zero_grad()
+        inside = checkpoint(lambda t: t * first, x, use_reentrant=reentrant)
+        return (inside.sum() + other.sum()) * (dd.rank() + 1)
+
+    for reentrant in (True, False, True):
+        loss(reentrant).backward()
+        assert torch.allclose(first.grad, torch.full_like(first, mean_scale()))
+        assert torch.allclose(other.grad, torch.full_like(other, mean_scale()))
+        optimizer.step()
+    if dd.size() > 1:
+        raises(CollectiveError, loss(dd.rank() == 0).backward, "use_reentrant=False")
+
+
+@law
+def a_step_after_a_backward_that_raised_sends_nothing_of_it() -> None:
+    """As of a loop that skips a batch: what had been packed, and sent, was cleared."""
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        if dd.rank() == 0:
+            middle = first * 2
+            middle.register_hook(refuse)
+            raises(ValueError, (middle.sum() + last.sum() * 100).backward, "refused")
+            optimizer.zero_grad()
+        else:
+            ((first.sum() + last.sum()) * 3).backward()
+        optimizer.step()
+        if dd.size() > 1:
+            mean = 3 * (dd.size() - 1) / dd.size()
+            assert torch.allclose(last.grad, torch.full_like(last, mean))
+            assert torch.allclose(first.grad, torch.full_like(first, mean))
+
+
+@law
+def conjugated_gradients_and_frozen_parameters_are_reduced() -> None:
+    weight, frozen = nn.Parameter(torch.ones(3, dtype=torch.complex64)), nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([weight, frozen], lr=0.1)
+    optimizer = dd.wrap_optimizer(sgd, gradient_as_bucket_view=False)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step < 1)
+        frozen.requires_grad_(step < 1)
+        loss = (weight.conj() * 1j).real.sum() * (dd.rank() + 1)
+        (loss + frozen.sum() if step < 1 else loss).backward()
+        assert torch.allclose(weight.grad, torch.full_like(weight, 1j * mean_scale()))
+        optimizer.step()
+
+
+def halve(param: torch.Tensor) -> None:
+    param.grad.mul_(0.5)
+
+
+@law
+def hooks_that_are_registered_after_wrapping_are_respected() -> None:
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
+    for param in (first, last):
+        param.register_post_accumulate_grad_hook(halve)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((first.sum() + last.sum()) * (dd.rank() + 1)).backward()
+        assert torch.allclose(last.grad, torch.full_like(last, mean_scale() / 2))
+        assert torch.allclose(first.grad, torch.full_like(first, mean_scale() / 2))
+        optimizer.step()
 
 
 @law
@@ -114,6 +212,16 @@ def a_second_backward_with_op_sum_needs_zero_grad() -> None:
     weight.sum().backward()
     assert weight.grad.tolist() == [float(dd.size())] * 2
     optimizer.step()
+
+
+@law_alone
+def a_second_sum_is_refused_where_the_first_had_new_buckets_made() -> None:
+    """Gradients arrive in another order than that of the optimizer's parameters."""
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([*model.parameters()][::-1], lr=0.1), op="sum")
+    loss_of(model, dd.rank()).backward()
+    raises(UsageError, lambda: loss_of(model, dd.rank()).backward(), "zero_grad", "use_reentrant=False")
+    optimizer.zero_grad()
 
 
 @law

@@ -1,7 +1,5 @@
 """Consistency checks, non-finite gradients, and slow ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -12,7 +10,7 @@ from contract.oracle import closure_of, digest, law, law_alone, loss_of, net, ra
 from torch import nn
 
 import dualdist as dd
-from dualdist.errors import DriftError, NonFiniteError
+from dualdist.errors import DriftError, NonFiniteError, UsageError
 
 # A job of one rank has no wrong rank.
 WRONG = 1
@@ -196,6 +194,43 @@ def drift_is_found_within_check_every_steps() -> None:
 def different_initial_parameters_are_found_before_the_first_step() -> None:
     model = net(seed=dd.rank())
     differs(training(model, wrapped(model, every=100)), "before step 1", "0.weight")
+
+
+@law
+def ranks_that_begin_apart_are_told_to_broadcast_before_the_first_step() -> None:
+    """Once, without check_every; Horovod's face leaves it to the script, as Horovod does."""
+    model = net(seed=dd.rank())
+    before = digest(model)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    if dd.size() > 1:
+        raises(DriftError, loss_of(model, dd.rank()).backward, "0.weight", "Call dd.broadcast_parameters(model)")
+        assert digest(model) == before
+    dd.broadcast_parameters(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, dd.rank()).backward()
+        optimizer.step()
+    dd.check_consistency(model)
+    with torch.no_grad():
+        model[0].bias += dd.rank()
+    loss_of(model, dd.rank()).backward()
+
+
+@law
+def what_another_reduces_or_was_converted_is_refused_in_a_sentence() -> None:
+    if dd.size() == 1:
+        return
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    loss_of(model, dd.rank()).backward()
+    optimizer.step()
+    model.double()
+    optimizer.zero_grad()
+    loss_of(model, dd.rank()).backward()
+    raises(UsageError, optimizer.step, "is torch.float64 on cpu now: the model was converted")
+    if torch.distributed.is_initialized():
+        ddp = nn.parallel.DistributedDataParallel(net())
+        raises(UsageError, lambda: dd.wrap_optimizer(torch.optim.SGD(ddp.parameters(), lr=0.1)), "DistributedDataP")
 
 
 @law

@@ -1,7 +1,5 @@
 """The tests of a cell run one after the other, so that its ranks are started once."""
 
-from __future__ import annotations
-
 import pytest
 
 

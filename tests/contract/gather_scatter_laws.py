@@ -1,7 +1,5 @@
 """Scatter and gather, which are built from other collectives on every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,13 +1,9 @@
-"""Gradients in buffers that the reduction reuses: what a program keeps or moves stays intact, and memory is freed."""
-
-from __future__ import annotations
+"""Gradients in buffers that the reduction reuses: what a program keeps or moves stays intact."""
 
 import gc
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from contract.optimizer_laws import by_hvd
 from contract.oracle import (
     assert_close,
     gradients,
@@ -23,7 +19,6 @@ from contract.oracle import (
 from torch import nn
 
 import dualdist as dd
-from dualdist import session
 
 
 def watched(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -31,12 +26,54 @@ def watched(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(p.grad.detach(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
 
 
+def views(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Return for each gradient whether it is in one of the buckets."""
+    buckets = optimizer._dualdist_wrapper.reducer._buckets
+    addresses = {bucket.values.untyped_storage().data_ptr() for bucket in buckets}
+    return [p.grad.untyped_storage().data_ptr() in addresses for p in parameters if p.grad is not None]
+
+
 @law
-def kept_gradients_keep_their_values() -> None:
+def gradients_are_views_of_the_buckets_until_the_next_backward() -> None:
+    """Whatever the program did with those of the step before: each is what autograd accumulates into or replaces."""
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    loss_of(model, dd.rank(), 0).backward()
+    params = [param for param in model.parameters() if param.grad is not None]
+    optimizer.step()
+    for step in range(1, 10):
+        right = mean_gradients(model, (step,))
+        before = [param.grad for param in params]
+        if step == 1:
+            optimizer.zero_grad(set_to_none=False)
+        elif step == 2:
+            for param in params:
+                param.grad.detach_().zero_()
+        elif step == 3:
+            for param in params:
+                param.grad = torch.zeros_like(param)
+        elif step == 4:
+            for param in params:
+                param.grad.data = torch.zeros_like(param)
+        elif step == 5:  # none is cleared
+            mean = iter(before)
+            right = [grad if grad is None else grad + next(mean) for grad in right]
+        else:
+            optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        assert_close(gradients(model), right)
+        assert all(views(params, optimizer)), step
+        assert not any(param.grad._is_view() for param in params)
+        optimizer.step()
+
+
+@law
+def kept_gradients_keep_their_values_where_they_are_copied() -> None:
     """In later steps, with another optimizer of the same parameters, and after the optimizer is freed."""
     for set_to_none in (True, False):
         model = net()
-        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dd.wrap_optimizer(sgd, model.named_parameters(), gradient_as_bucket_view=False)
         kept = []
         for step in range(6):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -48,18 +85,20 @@ def kept_gradients_keep_their_values() -> None:
                 kept += [(grad, grad.clone()) for p in model.parameters() if (grad := p.grad) is not None]
             optimizer.step()
         kept += watched(model)
-        del optimizer, model
+        del optimizer, sgd, model
         gc.collect()
         for _ in range(2):  # the first one's buffers are freed while the others are made
             table = torch.nn.Embedding(5, 3, sparse=True)
             net_and_table = torch.nn.ModuleList([net(), table])
-            optimizer = dd.wrap_optimizer(torch.optim.SGD(net_and_table.parameters(), lr=0.1))
+            sgd = torch.optim.SGD(net_and_table.parameters(), lr=0.1)
+            optimizer = dd.wrap_optimizer(sgd, gradient_as_bucket_view=False)
             for step in range(5):
                 optimizer.zero_grad()
                 rows = torch.tensor([step % 5, dd.rank() % 5])
                 right = mean_gradients(net_and_table[0], (step,))
                 (loss_of(net_and_table[0], dd.rank(), step) + table(rows).sum()).backward()
                 assert_close(gradients(net_and_table[0]), right)
+                assert not any(views(net_and_table[0].parameters(), optimizer))
                 kept += watched(net_and_table[0])
                 optimizer.step()
         for now, then in kept:
@@ -74,14 +113,15 @@ def joined_ranks_keep_their_gradients() -> None:
         optimizer.zero_grad()
         loss_of(model, dd.rank(), step).backward()
         optimizer.step()
-    kept = watched(model)
     if dd.rank():
         for step in range(3, 6):
             optimizer.zero_grad()
             loss_of(model, dd.rank(), step).backward()
             optimizer.step()
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     dd.join()
-    for now, then in kept:
+    after = [param.grad for param in model.parameters() if param.grad is not None]
+    for now, then in zip(after, before, strict=True):
         assert torch.equal(now, then)
 
 
@@ -111,38 +151,6 @@ def gradients_whose_storage_the_program_replaces_are_reduced() -> None:
                         assert torch.equal(param.grad, before / 2 if move is halve else before)
 
 
-def shared_bytes() -> int:
-    """Return the bytes of the unlinked shared-memory files that this process has open."""
-    files = {entry.stat().st_ino: entry.stat() for entry in os.scandir("/proc/self/fd") if is_unnamed(entry.path)}
-    return 512 * sum(found.st_blocks for found in files.values())
-
-
-def is_unnamed(link: str) -> bool:
-    try:
-        return os.readlink(link).startswith("/dev/shm/#")
-    except OSError:
-        return False
-
-
-@law_alone
-def optimizers_freed_on_every_rank_free_shared_memory() -> None:
-    """As in a hyperparameter search, which wraps one optimizer after the other in one session."""
-    used = []
-    for trial in range(4):
-        weights = [nn.Parameter(torch.ones(1 << 18)) for _ in range(2)]
-        optimizer = dd.wrap_optimizer(torch.optim.SGD(weights, lr=0.1 * (trial + 1)))
-        for _ in range(3):
-            optimizer.zero_grad()
-            sum(weight.sum() for weight in weights).mul(dd.rank() + 1).backward()
-            assert weights[0].grad.unique().tolist() == [mean_scale()]
-            optimizer.step()
-        if dd.rank():
-            del weights, optimizer
-        used.append(shared_bytes())
-        assert used[-1] <= used[min(1, trial)], used
-    dd.join()
-
-
 @law_alone
 def unreduced_gradients_of_an_interrupted_backward_survive_a_join() -> None:
     """Joined ranks contribute zeros from the same shared memory."""
@@ -165,30 +173,11 @@ def unreduced_gradients_of_an_interrupted_backward_survive_a_join() -> None:
 @law
 def a_gradient_tensor_set_by_the_program_stays_the_gradient() -> None:
     weight = nn.Parameter(torch.ones(1 << 16))
-    dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), gradient_as_bucket_view=False)
     mine = torch.zeros_like(weight)
     for step in range(3):
         weight.grad = mine.zero_()
         (weight.sum() * (dd.rank() + 1)).backward()
         assert weight.grad is mine
         assert torch.allclose(mine, torch.full_like(mine, mean_scale())), step
-
-
-@law
-def wrapping_an_optimizer_again_frees_its_shared_memory() -> None:
-    model = nn.ParameterList([nn.Parameter(torch.ones(1000))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backend = session.current().world.gradients._backend
-    before = in_use(backend)
-    for _ in range(6):
-        optimizer = by_hvd()(optimizer, model)
-        optimizer.zero_grad()
-        model[0].sum().backward()
         optimizer.step()
-    assert in_use(backend) <= before + 3
-
-
-def in_use(backend: object) -> int:
-    """Return the number of buffers in the ranks' shared memory, if the backend has one."""
-    host = getattr(backend, "_host", None)
-    return 0 if host is None else len(host._reserved)

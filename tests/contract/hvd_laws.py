@@ -1,7 +1,5 @@
 """dualdist.hvd beside its optimizer: collectives, functions, process sets, the timeline, init with some ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -180,6 +178,7 @@ def hvd_init_with_some_ranks_numbers_them_from_0() -> None:
         assert hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() == sum(pair)
         assert hvd.broadcast(torch.tensor([rank]), len(pair) - 1).item() == pair[-1]
         assert os.environ["HOROVOD_RANK"] is not None
+        assert not torch.distributed.is_initialized(), "the default group is the program's, as with Horovod"
         hvd.shutdown()
         assert not hvd.is_initialized()
         raises(ValueError, hvd.rank, "hvd.init()")
@@ -200,6 +199,18 @@ def hvd_init_with_some_ranks_numbers_them_from_0() -> None:
                 raises(ValueError, lambda: hvd.add_process_set([0]), "HOROVOD_DYNAMIC_PROCESS_SETS=1")
             hvd.shutdown()
             assert first.process_set_id is None
+        if size > 2:  # each rank names its own part, as of a communicator that was split
+            for given in ([pair, pair], [pair, range(size)], [pair, [0]]):
+                sets = [hvd.ProcessSet(members) for members in given]
+                if given[-1] == [0]:
+                    hvd.init(process_sets=sets)
+                    assert sets[0].process_set_id == 1 + rank // 2
+                    assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=sets[0]).item() == sum(pair)
+                else:
+                    raises(ValueError, lambda sets=sets: hvd.init(process_sets=sets), "given twice")
+                    assert hvd.is_initialized(), "as Horovod"
+                    hvd.shutdown()
+            hvd.shutdown()
         hvd.init(process_sets="dynamic")
         assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ or was_dynamic
         if size > 1:

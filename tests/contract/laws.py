@@ -1,7 +1,5 @@
 """All laws: importing this module imports the other files *_laws.py, whose decorators fill LAWS and ALONE."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory layouts: views, strides, lazily conjugated tensors, and the default device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

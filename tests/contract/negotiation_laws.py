@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from contract.oracle import assert_close, gradients, law, law_alone, loss_of, net, raises, ranks, reopen, total_loss
@@ -52,7 +54,7 @@ def mismatched_calls_are_errors_on_every_rank_and_lose_nothing() -> None:
     odd = dd.rank() == dd.size() - 1
     two, three = torch.ones(2), torch.ones(2 + odd)
     double = torch.ones(2, dtype=torch.float64 if odd else torch.float32)
-    op = "max" if odd else "sum"
+    op, order = "max" if odd else "sum", "ordered" if odd else "unordered"
     mismatches: list[tuple[Callable[[], object], tuple[str, ...]]] = [
         (lambda: dd.allreduce(three, "sum"), ("allreduce", "(2,)", "(3,)", f"rank {dd.size() - 1}")),
         (lambda: dd.allreduce(torch.ones((4, 1) if odd else (2, 2)), "sum"), ("(2, 2)", "(4, 1)")),
@@ -60,6 +62,7 @@ def mismatched_calls_are_errors_on_every_rank_and_lose_nothing() -> None:
         (lambda: dd.allreduce(double, "sum"), ("float32(2,)", "float64(2,)")),
         (lambda: dd.allreduce(two, op), ("op max", "op sum")),  # type: ignore[call-overload]
         (lambda: dd.allreduce(two, prescale=1.0 + odd), ("prescale 2.0",)),
+        (lambda: dd.allreduce(two, reduction=order), ("reduction ordered", "reduction unordered")),  # type: ignore[call-overload]
         (lambda: dd.allreduce(two, "sum", name=f"sum {odd}"), ("'sum False'", "'sum True'")),
         (lambda: dd.broadcast(two, int(odd)), ("root 0", "root 1")),
         (lambda: dd.broadcast(three), ("(2,)", "(3,)")),
@@ -86,6 +89,7 @@ def mismatched_calls_are_errors_on_every_rank_and_lose_nothing() -> None:
         ({"compression": "fp16" if odd else None}, ("float16", "None")),
         ({"gradient_predivide_factor": 1.0 + odd}, ("gradient_predivide_factor",)),
         ({"check_every": 1 + odd}, ("check_every=2",)),
+        ({"reduction": order}, ("reduction=ordered", "reduction=unordered")),
     ]
     for chosen, words in options:
         optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
@@ -128,6 +132,21 @@ def groups_overlap_and_are_removed() -> None:
         raises(UsageError, lambda group=group: dd.remove_group(group), "once")
     for wrong in ([], [0, dd.size()], [0, 0]):
         raises(UsageError, lambda wrong=wrong: dd.new_group(wrong), "ranks")
+
+
+@law
+def removed_groups_free_their_memory() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/dev/shm/")
+
+    before = mapped()
+    for _ in range(3):
+        group = dd.new_group(ranks())
+        dd.allreduce(torch.ones(1), group=group)
+        dd.remove_group(group)
+        del group
+        gc.collect()
+    assert mapped() == before
 
 
 @law

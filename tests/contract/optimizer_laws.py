@@ -1,7 +1,5 @@
 """Options of dd.wrap_optimizer and hvd.DistributedOptimizer, compared with plain torch on all ranks' batches."""
 
-from __future__ import annotations
-
 import copy
 import os
 import warnings
@@ -180,11 +178,12 @@ def compressed_gradients_are_rounded_once() -> None:
         kind = name.split()[-1]
         scale = 1.0 + fine.get(kind, 2.0**-13)
         model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float, torch.double)])
-        wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
         sum((param * scale).sum() for param in model).backward()
         for param in model:
             assert param.grad.dtype == param.dtype
             assert param.grad.tolist() == [1.0 if kind in fine else scale] * 2, (name, param.grad)
+        optimizer.step()
     # Numbers of 11 bits, added up: an error of 2^-10 of the largest, and momentum adds up two steps of them.
     for wrap in (by_dd(compression="fp16"), by_hvd(compression=hvd.Compression.fp16)):
         assert_trains_like_one_process(wrap, rtol=5e-3, atol=2e-3)
@@ -221,9 +220,10 @@ def custom_compressors_are_used() -> None:
             assert_trains_like_one_process(wrap, rtol=2 * tolerance, atol=tolerance)
         assert_trains_like_one_process(by_hvd(compression=compressor, op=hvd.Sum), op="sum", rtol=1e-2, atol=5e-3)
     model = nn.ParameterList([nn.Parameter(torch.ones(2))])
-    by_dd(compression=Fixed)(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = by_dd(compression=Fixed)(torch.optim.SGD(model.parameters(), lr=0.1), model)
     (model[0] * 2.0**-18).sum().backward()
     assert model[0].grad.tolist() == [0.0] * 2, "below what the compressor keeps"
+    optimizer.step()
 
 
 @law_alone

@@ -1,7 +1,5 @@
 """Registration of laws, and the oracles that they compare with: plain torch in this process, on all ranks' batches."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Sequence

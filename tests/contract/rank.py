@@ -2,11 +2,10 @@
 
 python rank.py [BACKEND]
 
-A task is a law, or one of TASKS. Laws share a session, except those in ALONE.
+A task is a law, one of TASKS, or "random training" and a seed. Laws share a session, except those in ALONE.
 """
 
-from __future__ import annotations
-
+import copy
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.utils  # DistributedDataParallel would import it later, after gc.freeze()
+from contract import random_training
 from contract.laws import ALONE, LAWS
 from contract.oracle import digest, loss_of, net, raises
 from harness.rank_pool import serve
@@ -28,12 +28,13 @@ SEED = 3
 CLIP = 0.5
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 TIMEOUT_S = 40
+RANDOM = "random training "
 TOPOLOGY = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes", "launcher", "backend", "transport")
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train STEPS steps with momentum, weight decay and clipping, on this rank's part of the batches."""
-    for step in range(STEPS):
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None:
+    """Train these steps with momentum, weight decay and clipping, on this rank's part of the batches."""
+    for step in steps:
         optimizer.zero_grad()
         mine = range(dd.rank(), BATCHES, dd.size())
         sum(loss_of(model, number, step) / len(mine) for number in mine).backward()
@@ -50,11 +51,33 @@ def trained_by_dualdist() -> dict[str, Any]:
     return {"hash": digest(model), "parameters": {name: tensor.tolist() for name, tensor in model.state_dict().items()}}
 
 
+def trained_in_rank_order() -> list[str]:
+    """Return the hashes of three ordered trainings: with one bucket, with a bucket a tensor, and resumed half-way."""
+    hashes = []
+    for megabytes, parts in ((25.0, [range(STEPS)]), (1e-4, [range(STEPS)]), (25.0, [range(20), range(20, STEPS)])):
+        options = {"bucket_cap_mb": megabytes, "first_bucket_mb": megabytes}
+        model = net(SEED)
+        state = torch.optim.SGD(model.parameters(), **SGD).state_dict()
+        for steps in parts:
+            model = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(model.parameters(), **SGD)
+            optimizer.load_state_dict(state)
+            dd.wrap_optimizer(optimizer, model.named_parameters(), reduction="ordered", **options)
+            train(model, optimizer, steps)
+            state = optimizer.state_dict()
+        hashes.append(digest(model))
+    return hashes
+
+
 def topology() -> dict[str, object]:
     return {name: getattr(dd, name)() for name in TOPOLOGY}
 
 
-TASKS: Mapping[str, Callable[[], object]] = {"topology": topology, "training": trained_by_dualdist}
+TASKS: Mapping[str, Callable[[], object]] = {
+    "topology": topology,
+    "training": trained_by_dualdist,
+    "ordered training": trained_in_rank_order,
+}
 
 
 class Tasks:
@@ -80,6 +103,8 @@ class Tasks:
                     dd.shutdown()
         if not dd.is_initialized():
             self.init()
+        if name.startswith(RANDOM):
+            return random_training.train(int(name.removeprefix(RANDOM)))
         return self._shared[name]()
 
     def _two_sessions(self) -> dict[str, object]:

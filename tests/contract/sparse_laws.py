@@ -1,7 +1,5 @@
 """Sparse gradients, also of ranks that have joined, and dtypes of the messages between ranks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -181,6 +179,7 @@ def gradients_once_dense_are_sent_dense_on_async_devices() -> None:
 def sparse_gradients_sent_by_an_interrupted_backward_are_dropped() -> None:
     """It raises on rank 0 only, which retries."""
     first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 19, 1, sparse=True)  # a separate bucket
+    dd.broadcast_parameters(table)
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, table.weight], lr=0.1))
 
     for _ in range(2):

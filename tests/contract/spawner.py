@@ -1,7 +1,5 @@
 """Starts the contract's ranks by dd.spawn: python spawner.py RANKS [BACKEND]."""
 
-from __future__ import annotations
-
 import sys
 
 from contract import rank

@@ -1,7 +1,5 @@
 """optimizer.step(): gradients that are missing, set by hand, accumulated, clipped or scaled, and closures."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SyncBatchNorm, compared with torch's batch normalization of all ranks' batches in this process."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

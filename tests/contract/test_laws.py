@@ -4,12 +4,11 @@ A law's outcome depends on what moves the tensors and on the number of ranks, no
 LAW_CELLS, and the other launchers' cells run the laws of rendezvous and the training. Slurm has a file in tests/launch.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from contract import negotiation_laws, rank
 from contract.laws import ALONE, LAWS
 from contract.oracle import digest, loss_of, net
 from harness import leaks
+from harness.effort import Effort
 from harness.installed import lack
 from harness.jobs import Launch
 from harness.mpi import MPICH, OpenMPI, of_mpich
@@ -43,7 +43,9 @@ class Cell:
     variables: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.started_by}-{self.asked or 'default'}-{self.transport}-{self.ranks}"
+        return f"{self.started_by}-{self.asked or 'default'}-{self.transport}-{self.ranks}" + "-pure" * (
+            self.variables == PURE
+        )
 
     def argv(self) -> list[str]:
         python = [sys.executable, PROGRAM, *filter(None, [self.asked])]
@@ -66,12 +68,14 @@ class Cell:
 
 GLOO = ((TRANSPORT, "gloo"),)
 MPI = ((TRANSPORT, "mpi"),)
+PURE = (("DUALDIST_NO_EXTENSION", "1"),)
 REFERENCE = Cell("spawn", "", "spawn", "native", "shm")
 # Each combination of backend, transport and number of ranks once; the second part runs in the full tier only.
 LAW_CELLS = [
     Cell("python", "", "none", "single", "none", ranks=1),
     REFERENCE,
     Cell("torchrun", "native", "torchrun", "native", "shm", ranks=4),
+    Cell("spawn", "native", "spawn", "native", "shm", variables=PURE),
     Cell("torchrun", "native", "torchrun", "native", "gloo", variables=GLOO),
     Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo"),
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi"),
@@ -166,6 +170,14 @@ def test_training_matches_one_process_on_the_whole_batch(ranks: Ranks) -> None:
         assert found["hash"] == digest(expected) or ranks.cell.ranks > 2
 
 
+@pytest.mark.parametrize("ranks", in_cells(CELLS), indirect=True)
+def test_ordered_training_has_the_bits_of_one_process_that_adds_in_rank_order(ranks: Ranks) -> None:
+    """Everywhere, with any number of ranks, with large and small buckets, and after resuming."""
+    expected = digest(trained_alone(ranks.cell.ranks))
+    for hashes in ranks.run("ordered training"):
+        assert hashes == [expected] * len(hashes)
+
+
 @pytest.mark.parametrize(
     ("ranks", "law"),
     [*in_cells([*LAW_CELLS, *FULL_LAW_CELLS], [*LAWS, *ALONE]), *in_cells(LAUNCHER_CELLS, RENDEZVOUS_LAWS)],
@@ -182,6 +194,15 @@ def test_a_session_may_follow_another(ranks: Ranks) -> None:
         assert found == {"stepped_to": 1 - sum(numbers) / len(numbers), "sum": sum(numbers)}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", in_cells([cell for cell in LAW_CELLS if cell.ranks > 1]), indirect=True)
+def test_random_trainings_match_one_process(ranks: Ranks, effort: Effort) -> None:
+    """Always the same few; with --long many more."""
+    for seed in range(effort(12, 1000)):
+        ranks.run(f"{rank.RANDOM}{seed}")
+        effort.count("random trainings")
+
+
 def trained_alone(size: int) -> torch.nn.Module:
     """Train by plain torch in this process: the gradients of all ranks, added in rank order, then divided."""
     model = net(seed=rank.SEED)
@@ -194,7 +215,7 @@ def trained_alone(size: int) -> torch.nn.Module:
             sum(loss_of(model, part, step) / len(mine) for part in mine).backward()
             parts.append([param.grad for param in model.parameters()])
         for param, *grads in zip(model.parameters(), *parts, strict=True):
-            param.grad = None if grads[0] is None else torch.stack(grads).sum(0) / size
+            param.grad = None if grads[0] is None else reduce(torch.add, grads) / size
         torch.nn.utils.clip_grad_norm_(model.parameters(), rank.CLIP)
         optimizer.step()
     return model

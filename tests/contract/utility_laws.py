@@ -1,7 +1,5 @@
 """Metrics, printing, dd.info() and the timeline."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,7 +1,5 @@
 """Values of collectives, compared with exact arithmetic: every dtype, operation, scale, shape and split."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The wrapped optimizer as an object: its class, hooks, copies and groups, Horovod's controls, several optimizers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -363,7 +361,8 @@ def unfreezing_a_parameter_does_not_block() -> None:
     """A rank whose loss does not use an optimizer learns of its new parameters when the others reduce them."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     first.bias.requires_grad_(False)
-    dd.broadcast_parameters(first)
+    for model in (first, second):
+        dd.broadcast_parameters(model)
     optimizers = [dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)]
     x = torch.ones(1, 2)
     for step in range(3):

@@ -5,8 +5,6 @@ wheel of Horovod that `make setup` has built for the same torch, Python and MPI;
 DUALDIST_DOCKER_BASE names another base, where an engine runs that reaches no registry.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """docker/compose.yaml: two hosts on a Docker network, which reach each other by ssh."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

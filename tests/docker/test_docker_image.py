@@ -1,7 +1,5 @@
 """The image for CPUs: its contents, its user, and every launcher and `compare` in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -133,18 +131,17 @@ def test_an_unknown_user_on_a_read_only_image_trains(image: Image, work: Path) -
 
 
 def test_ranks_use_gloo_where_shared_memory_is_too_small(image: Image, work: Path) -> None:
-    """Docker's default is 64 MB."""
-    argv = image.argv("torchrun", "--nproc-per-node=2", *TRAIN, options=[f"--volume={work}:/job"])
+    argv = image.argv("torchrun", "--nproc-per-node=2", *TRAIN, options=[f"--volume={work}:/job", "--shm-size=7m"])
     outcome = image.launch(argv)
-    assert outcome.stderr.count("ranks of this host use Gloo, not shared memory: /dev/shm has 64 MiB free") == 1
+    assert outcome.stderr.count("ranks of this host use Gloo, not shared memory: /dev/shm has 7 MiB free") == 1
     assert "--shm-size=1g" in outcome.stderr
     assert json.loads((work / "summary.json").read_text())["transport"] == "gloo"
 
 
 def test_limits_of_the_container_are_detected(image: Image, launch: Launch) -> None:
-    options = ["--cpus=1", "--memory=1g"]
+    options = ["--cpus=1", "--memory=1g", "--shm-size=7m"]
     outcome = image.run("sh", "-c", f"python -c '{ROOM}'; dualdist doctor", options=options, check=False)
     assert outcome.stdout.startswith(f"1 {1 << 30}\n"), str(outcome)
-    assert "/dev/shm has 64 MiB free, but 2 ranks need at least 96 MiB" in outcome.stdout
+    assert "/dev/shm has 7 MiB free, but 2 ranks need at least 8 MiB" in outcome.stdout
     assert "this container's quota is 1 core(s)" in outcome.stdout
     assert "/dev/shm" not in image.run("dualdist", "doctor", options=["--shm-size=1g"], check=False).stdout

@@ -1,7 +1,5 @@
 """For tests of what goes wrong: a job that must end by itself, in time, with an error, and leave no process."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol

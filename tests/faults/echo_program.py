@@ -1,7 +1,5 @@
 """A rank without torch that tells what has arrived: python echo_program.py ARGUMENT..."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -3,8 +3,6 @@
 Each fate happens once, even if the job starts again. Checkpoints are in FOLDER.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

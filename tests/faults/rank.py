@@ -1,7 +1,5 @@
 """A rank to which something happens: python rank.py BACKEND [CASE]; it waits at most 6 seconds for another rank."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -36,6 +34,11 @@ def hold_the_gil() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, in which no other thread of Python runs
 
 
+def begin_another() -> None:
+    dd.allreduce(torch.ones(3), name="another", async_op=True)
+    time.sleep(3 * TIMEOUT_S)
+
+
 # What ranks do between two sums.
 BETWEEN: dict[str, dict[int, Callable[[], object]]] = {
     "raises": {1: lambda: fail("this rank's own mistake")},
@@ -43,6 +46,7 @@ BETWEEN: dict[str, dict[int, Callable[[], object]]] = {
     "is killed": {1: lambda: os.kill(os.getpid(), signal.SIGKILL)},
     "stops": {1: stop},
     "is late": {1: lambda: time.sleep(3 * TIMEOUT_S)},
+    "begins another": {1: begin_another},
     "the first stops": {0: stop},
     "fails once": {1: lambda: os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and fail("the first try fails")},
     "loops and holds the GIL": {1: loop_forever, 2: lambda: time.sleep(BEHIND_S), 3: hold_the_gil},

@@ -1,7 +1,5 @@
 """Start the jobs of fault tests, by every launcher on this host or by hand, and check their errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

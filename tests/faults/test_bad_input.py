@@ -1,7 +1,5 @@
 """Mistakes of users: every rank ends in time, with one of our errors that names what was seen."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys
@@ -87,7 +85,7 @@ INSTALL = ("not installed", "dualdist install-horovod")
 WITHOUT_MPI = ("torchrun", "mpirun", "DUALDIST_TRANSPORT=gloo")
 # The command, its DUALDIST_TRANSPORT, and what the error has.
 REFUSED: dict[str, tuple[list[str], str, tuple[str, ...]]] = {
-    "unknown backend": ([*RANK, "nccl"], "", ("UsageError", "'nccl'", "expected one of auto, native, horovod, mpi")),
+    "unknown backend": ([*RANK, "tcp"], "", ("UsageError", "'tcp'", "expected one of auto, native, horovod, mpi")),
     "no Horovod": ([sys.executable, "-c", NO_HOROVOD], "", ("BackendUnavailableError", *INSTALL)),
     "Horovod over MPI": (rank_argv("torchrun", "horovod"), "mpi", ("UnsupportedError", *WITHOUT_MPI)),
     **{

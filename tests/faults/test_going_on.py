@@ -1,7 +1,5 @@
 """A job that loses a rank, or is asked to stop, resumes by itself, and ends with the bits of an undisturbed one."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys

@@ -2,8 +2,6 @@
 and started again it ends with the bits of a run to which nothing happened.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import signal

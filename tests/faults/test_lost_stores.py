@@ -1,7 +1,5 @@
 """The rendezvous store is killed or stopped: ranks that wait for it fail in time, those that train go on or end."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import ExitStack

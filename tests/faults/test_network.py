@@ -1,7 +1,5 @@
 """A network between two hosts that is cut, or slow and losing packets, in the middle of training."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Checkpoints whose writer dies at any byte or line, on a disk that fills up, and in files that anybody altered."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -180,33 +178,6 @@ def test_a_program_that_ends_finishes_its_last_checkpoint_or_prints_why_not(laun
     assert found is not None
     assert found.content["extra"]["weight"].min() == 1
     assert "dualdist: cannot save to no/run: there is no folder no" in outcome.stderr
-
-
-def test_a_disk_that_is_full_at_any_byte_loses_no_checkpoint(tmp_path: Path, effort: Effort) -> None:
-    """Full of bytes, or of files."""
-    refused, times = 0, effort(60, 600)
-    with small_disk(tmp_path, "size=256k,nr_inodes=12") as disk:
-        folder, ballast = disk / "run", disk / "ballast"
-        write(folder, content(0), None, FileProgress())
-        for step in range(1, times + 1):
-            before, others = step_found(folder), [ballast]
-            with contextlib.suppress(OSError):
-                if step % 5 == 0:
-                    others = [disk / f"file-{number}" for number in range(20)]
-                    for other in others:
-                        other.touch()
-                else:
-                    with ballast.open("wb", 0) as file:
-                        file.write(bytes(DRAWS.randrange(1 << 18)))
-            error = error_of(partial(write, folder, content(step), 2, FileProgress()), CheckpointError)
-            assert not error or "No space left on device" in error
-            refused += bool(error)
-            assert step_found(folder) == (before if error else step)
-            assert set(folder.iterdir()) == set(folder.glob("*.pt")), "no draft is left"
-            for other in others:
-                other.unlink(missing_ok=True)
-    assert times / 10 < refused < times
-    effort.count("saves to a disk that was full", refused)
 
 
 class Malicious:

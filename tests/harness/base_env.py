@@ -1,7 +1,5 @@
 """Base environment of launched programs: without any launcher's variables."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 import tempfile

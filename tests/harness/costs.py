@@ -1,7 +1,5 @@
 """Cost of a test session: time and processor time per file, and the number of processes that imported torch."""
 
-from __future__ import annotations
-
 import os
 import resource
 import tempfile

@@ -1,7 +1,5 @@
 """Docker for tests: an engine, the image of docker/Dockerfile, and a base image for machines without a registry."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Number of tries of fault tests, few by default and many with --long, and their counts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar

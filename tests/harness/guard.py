@@ -7,8 +7,6 @@ ended, before they were killed. This process is a child subreaper: daemons and o
 descendants.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

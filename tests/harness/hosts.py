@@ -4,8 +4,6 @@ Both have two networks. eth0 connects them; each one's eth1 is in a network with
 /etc/netns is written, from which `ip netns exec` takes a namespace's /etc/hosts.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Missing programs: a skip with the command that installs them; in CI a failure."""
 
-from __future__ import annotations
-
 import os
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """Command lines of Open MPI and MPICH on a small machine, as root or not."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Mapping

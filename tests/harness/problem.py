@@ -1,7 +1,5 @@
 """Small training problem: a model, the data of each rank, and the expected result without dualdist."""
 
-from __future__ import annotations
-
 import torch
 
 STEPS = 3

@@ -3,8 +3,6 @@
 Starting a process that imports torch costs 2.5 CPU seconds, most of what a test of a few collectives costs.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

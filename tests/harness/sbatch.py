@@ -3,8 +3,6 @@
 python sbatch.py ARGUMENTS_OF_SBATCH...
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Nothing outside its directory is used or changed, and no daemon outlives the process that started it.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

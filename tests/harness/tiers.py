@@ -4,8 +4,6 @@ Unit tests and laws are in the first tier unless they are marked `full`. Tests i
 are in the second one unless they are marked `smoke`. `smoke("id", ...)` takes only these cases of a parametrized test.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 

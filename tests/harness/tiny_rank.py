@@ -5,8 +5,6 @@
 STARTED_BY names variables, separated by commas, whose values go into the report.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """An elastic Horovod script of which a rank is lost and returns: elastic_script.py BATCHES"""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A rank that runs examples on request, one after the other in one process: python example_rank.py EXAMPLES."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """One rank and its GPU: python gpu_program.py streams|capture."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Horovod script without a word of dualdist, started by `python -m dualdist.hvd`; it reports what `horovod` was."""
 
-from __future__ import annotations
-
 import sys
 
 import horovod

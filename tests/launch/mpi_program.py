@@ -1,7 +1,5 @@
 """Collectives over MPI compared with exact sums, in unusual cases: python mpi_program.py pieces|one-thread."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

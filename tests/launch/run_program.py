@@ -3,8 +3,6 @@
 python run_program.py [HOW [RANK]]
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Helpers to start `dualdist run`, job scripts and single ranks, and to read what these print and report."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal
@@ -68,9 +66,9 @@ def commands(readme: Path, begin: str) -> list[list[str]]:
 
 
 def check_refused(launch: Launch, argv: Sequence[str], expected: str, env: Mapping[str, str] | None = None) -> None:
-    """Check that a `dualdist` command ends with code 1 and one line on stderr that contains `expected`."""
+    """Check that a `dualdist` command ends with code 2 and one line on stderr that contains `expected`."""
     outcome = launch(argv, env=env, check=False)
-    assert outcome.rc == 1, str(outcome)
+    assert outcome.rc == 2, str(outcome)
     assert expected in outcome.stderr
     assert outcome.stderr.startswith(f"dualdist {argv[3]}: ")
     assert len(outcome.stderr.splitlines()) == 1

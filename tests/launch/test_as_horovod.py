@@ -1,7 +1,5 @@
 """A script that imports horovod.torch runs unchanged, under every launcher and on both backends."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

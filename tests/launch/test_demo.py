@@ -1,7 +1,5 @@
 """The demo and the training script as a person starts them."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io

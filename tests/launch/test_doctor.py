@@ -1,9 +1,8 @@
-"""The doctor on hosts with real problems: small memory, low limits, another MPI, a broken torch, other hosts."""
-
-from __future__ import annotations
+"""The doctor on hosts with real problems, such as low limits, another MPI or a broken torch, and inside Slurm."""
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import venv
@@ -19,6 +18,7 @@ from harness import mpi
 from harness.hosts import ADDRESSES, SSHD_OPTIONS, Hosts
 from harness.installed import lack
 from harness.jobs import Job, Launch, Outcome
+from harness.slurm import Slurm
 from launch.running import stand_in
 
 DOCTOR = (sys.executable, "-m", "dualdist", "doctor")
@@ -46,14 +46,14 @@ def test_a_host_with_low_limits(launch: Launch) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounts need root")
     script = (
-        "mount -t tmpfs -o size=64m none /dev/shm && mount -t tmpfs none /sys/class && "
+        "mount -t tmpfs -o size=7m none /dev/shm && mount -t tmpfs none /sys/class && "
         "mkdir -p /sys/class/infiniband/mlx5_0 && hostname nobody-knows-me && ulimit -l 64 && ulimit -n 256 && "
         'exec "$@"'
     )
     before = ["unshare", "--mount", "--uts", "sh", "-c", script, "sh"]
     findings = ask(launch, "-np", "2", before=before, env={"OMP_NUM_THREADS": "1000", "GLOO_SOCKET_IFNAME": "ib7"})
     for name, words in (
-        ("shm-too-small", "has 64 MiB free, but 2 ranks need at least 96 MiB"),
+        ("shm-too-small", "has 7 MiB free, but 2 ranks need at least 8 MiB"),
         ("too-few-files", "may open at most 256 files"),
         ("locked-memory", "may lock at most 0.0625 MiB"),
         ("locked-memory", "mlx5_0"),
@@ -318,3 +318,46 @@ def clock_ahead(launch: Launch, two_hosts: Hosts) -> Iterator[dict[str, str]]:
         while launch(argv, env=env, check=False).rc:
             assert daemon.is_running(), daemon.output()
         yield env
+
+
+# Without site-packages: torch is not needed, and its import takes long.
+BARE_DOCTOR = (sys.executable, "-S", "-m", "dualdist", "doctor", "--json")
+
+
+def batch(slurm: Slurm, launch: Launch, options: tuple[str, ...], *before: str) -> list[dict[str, dict[str, Any]]]:
+    """Return the doctor's findings in a batch script, started after each of these words."""
+    files = [launch.directory / f"report-{number}.json" for number in range(len(before))]
+    lines = [f"{words} {shlex.join([*BARE_DOCTOR, str(file)])}" for words, file in zip(before, files, strict=True)]
+    path = launch.directory / "batch.sh"
+    path.write_text("\n".join(["#!/bin/sh", *lines, "exit 0", ""]))
+    launch([*slurm.sbatch(*options), str(path)], env=slurm.env)
+    return [{each["name"]: each for each in json.loads(file.read_text())["findings"]} for file in files]
+
+
+@pytest.mark.smoke
+def test_a_script_and_its_one_task_get_a_fix(slurm: Slurm, launch: Launch) -> None:
+    srun = "srun -N1 -n1 --gres=gpu:2 --mpi=none"
+    script, task, step = batch(slurm, launch, ("-N2", "-n4", "--gres=gpu:2"), "", srun, "srun -n4 --mpi=none")
+    assert "SLURM_NTASKS=4, but this process is not a task" in script["slurm-one-process"]["message"]
+    assert "srun -n 4 python script.py" in script["slurm-one-process"]["fix"]
+    assert script["slurm-one-process"]["level"] == "warning"
+    assert "srun started one task with 2 GPUs (0,1)" in task["slurm-one-task"]["message"]
+    assert not {"slurm-one-process", "slurm-one-task"} & step.keys()
+
+
+def test_an_srun_without_pmix(slurm: Slurm, launch: Launch) -> None:
+    """As a Slurm that was built without it: the same plug-ins, except PMIx's."""
+    config = launch(["scontrol", "show", "config"], env=slurm.env).stdout
+    (line,) = [line for line in config.splitlines() if line.startswith("PluginDir")]
+    folder = launch.directory / "plugins"
+    folder.mkdir()
+    for plugin in Path(line.partition("=")[2].strip()).iterdir():
+        if not plugin.name.startswith(("mpi_pmix", "mpi_cray")):
+            (folder / plugin.name).symlink_to(plugin)
+    own = launch.directory / "slurm.conf"
+    own.write_text(f"{Path(slurm.env['SLURM_CONF']).read_text()}PluginDir={folder}\n")
+    for conf, backend, level in ((own, "native", "info"), (own, "mpi", "error"), (slurm.env["SLURM_CONF"], "mpi", "")):
+        env = {**slurm.env, "SLURM_CONF": str(conf), "DUALDIST_BACKEND": backend}
+        report = json.loads(launch([*BARE_DOCTOR, "-"], env=env, check=False).stdout)
+        found = {each["name"]: each for each in report["findings"]}
+        assert found.get("srun-without-pmix", {"level": ""})["level"] == level, report

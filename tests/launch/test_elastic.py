@@ -1,6 +1,4 @@
-"""Elastic training on real ranks ends with the parameters of an undisturbed one."""
-
-from __future__ import annotations
+"""A training that is stopped or loses a rank resumes on other ranks, and ends as if nothing had happened."""
 
 from itertools import chain
 from pathlib import Path
@@ -8,27 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from contract.oracle import loss_of, net
+from faults.elastic_rank import GLOBAL_BATCH, SAMPLES, SEED, step
 from harness.jobs import Launch
-from launch import uneven_program
-from launch.running import RUN, TORCHRUN
+from harness.problem import make_model, make_optimizer
+from launch import programs
+from launch.running import RUN
 
 import dualdist as dd
 
-PROGRAM = str(Path(__file__).with_name("elastic_program.py"))
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
 BATCHES = 8
-SIZE = 2
-
-
-def test_a_training_with_failures_ends_like_an_undisturbed_one(launch: Launch) -> None:
-    """From the commit before, momentum included: to the bit, for two ranks add alike every time."""
-    reports = launch.reports([*TORCHRUN, PROGRAM, "3", "5"], SIZE)
-    for report in reports:
-        for training in (report["undisturbed"], report["failing"]):
-            assert training["parameters"] == reports[0]["undisturbed"]["parameters"]
-            assert training["seen"] == [0, 1, 2, 3, 4, 5]
-        assert report["undisturbed"]["resets"] == []
-        assert report["failing"]["resets"] == [SIZE, SIZE]
+LEFT_AFTER = 3
 
 
 def test_a_horovod_script_continues_when_a_rank_is_lost_and_returns(launch: Launch) -> None:
@@ -52,9 +40,30 @@ def test_ranks_with_different_numbers_of_batches_stop_at_one_step(
 ) -> None:
     """The notice comes in the batch that only one rank has: the next epoch has begun when all stop, and resumes."""
     folder = str(tmp_path / "run")
-    first, then = zip(*dd.spawn(uneven_program.train_twice, 2, (folder, stop_after, batch)), strict=True)
+    first, then = zip(*dd.spawn(programs.train_twice, 2, (folder, stop_after, batch)), strict=True)
     assert [stopped for _, stopped in (*first, *then)] == [True, True, False, False]
     seen = sorted(chain(*(steps for steps, _ in (*first, *then))))
-    samples = sorted({*range(uneven_program.SAMPLES)} - dropped)
-    assert seen == [(epoch, sample) for epoch in range(uneven_program.EPOCHS) for sample in samples]
+    samples = sorted({*range(programs.UNEVEN_SAMPLES)} - dropped)
+    assert seen == [(epoch, sample) for epoch in range(programs.UNEVEN_EPOCHS) for sample in samples]
     assert max(epoch for steps, _ in first for epoch, _ in steps) == 1
+
+
+def test_other_ranks_on_another_backend_see_the_remaining_samples_once(tmp_path: Path) -> None:
+    """A run stops in the middle of an epoch; another one resumes it."""
+    folder = str(tmp_path / "run")
+    before = dd.spawn(programs.train_on, 2, (folder, LEFT_AFTER, 2), backend="native")
+    after = dd.spawn(programs.train_on, 3, (folder, SAMPLES, 0), backend="horovod")
+    assert [rank["found"] for rank in (*before, *after)] == [None] * 2 + [{"backend": "native"}] * 3
+    assert [rank["epochs"] for rank in after] == [(1, 1)] * 3
+    for kind in (0, 1):  # of a data set with an order of the sampler's, and of one with its own
+        seen = [[sample for batch in rank["seen"] for sample in batch[kind]] for rank in (*before, *after)]
+        assert sorted(chain(*seen)) == list(range(SAMPLES))
+        assert [len(samples) for samples in seen] == [GLOBAL_BATCH // 2 * LEFT_AFTER] * 2 + [10] * 3
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sampler = torch.utils.data.DistributedSampler(range(SAMPLES), 1, 0, seed=SEED)  # type: ignore[arg-type]
+    for samples in torch.tensor(list(sampler)).split(GLOBAL_BATCH):
+        step(model, optimizer, samples)
+    for rank in after:
+        for mine, right in zip(rank["parameters"], model.parameters(), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)  # sums in another order

@@ -1,7 +1,5 @@
 """The examples, started as their README says, on settings that take seconds."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re
@@ -254,7 +252,8 @@ def test_data_parallel_trains_the_same_and_is_timed(launch: Launch) -> None:
     assert here == pytest.approx(there, abs=2e-4)
     slow, fast = numbers(r"(\d+) images/s", text)
     (ratio,) = numbers(rf"dualdist is {DECIMAL} times as fast", text)
-    assert ratio == pytest.approx(fast / slow, rel=0.02)
+    # Both speeds are printed in whole numbers.
+    assert (fast - 0.5) / (slow + 0.5) - 0.05 <= ratio <= (fast + 0.5) / max(slow - 0.5, 0.1) + 0.05
 
 
 def test_two_stages_on_two_ranks_train_as_on_one(launch: Launch) -> None:

@@ -1,7 +1,5 @@
 """Gradients on a GPU; skipped on machines without one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`python -m dualdist.hvd`: Horovod's module names import dualdist.hvd, and programs run as under plain python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.smoke
 HVD = (sys.executable, "-m", "dualdist.hvd")
+EXEC = (sys.executable, "-m", "dualdist", "exec")
 # Hides the installed Horovod.
 NOT_INSTALLED = """\
 import sys
@@ -75,7 +74,7 @@ assert hvd is again is dualdist.hvd
 assert elastic is hvd.elastic and elastic.ElasticSampler is ElasticSampler
 assert allreduce is hvd.allreduce and ProcessSet is hvd.ProcessSet and HorovodInternalError is hvd.HorovodInternalError
 assert horovod.__version__ == "0.28.1" and horovod.run is horovod.runner.run
-assert HorovodBasics("", "").rank is HorovodBasics.rank is hvd.rank and gloo_built() == bool(hvd.gloo_built())
+assert HorovodBasics("", "").rank is hvd.rank and gloo_built() == bool(hvd.gloo_built())
 assert split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
 seen = []
 in_thread(seen.append, ("x",)).join()
@@ -234,10 +233,11 @@ ENDINGS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS.keys())
-def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str) -> None:
+@pytest.mark.parametrize("run", [HVD, EXEC], ids=["hvd", "exec"])
+def test_a_program_ends_as_it_does_under_plain_python(python: Python, run: Sequence[str], text: str) -> None:
     """The same output, traceback without our frames, and exit code."""
     script = python.write("script.py", text)
-    plain, ours = python(sys.executable, script), python(*HVD, script)
+    plain, ours = python(sys.executable, script), python(*run, script)
     assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 

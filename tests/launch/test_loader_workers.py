@@ -1,7 +1,5 @@
 """A loader's workers ignore preemption signals and end with their rank; processes that they start do not."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

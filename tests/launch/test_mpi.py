@@ -1,7 +1,5 @@
 """Ranks that MPI starts in unusual ways: messages larger than MPI counts, one thread at a time, MPICH."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,209 +1,109 @@
-"""The README's examples and command lines run as they are printed there."""
+"""The README's programs and command lines run as they are printed there."""
 
-from __future__ import annotations
-
-import re
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
-from harness import trace_format
 from harness.base_env import ROOT
-from harness.jobs import Launch
+from harness.jobs import Launch, Outcome
 from harness.slurm import Slurm
 from launch.running import AS_ROOT, TORCHRUN, blocks
 
-from dualdist.launch.job_file import loads
-
 README = ROOT / "README.md"
-# Appended to the README's lines, so that a test takes seconds.
-SHORT = ["--model", "mlp", "--epochs", "1", "--max-steps", "3"]
+STARTS, COMMANDS, DOCTOR, COMPARE = (text.splitlines() for text in blocks(README, "bash"))
+ONE_PROCESS, DDP, HOROVOD = blocks(README, "diff")
+# Before and after each diff; ranks begin with models of their own, and print the parameters that they end with.
+HEAD = "import torch\n"
+SEEDED = "import torch.distributed, dualdist as dd\ntorch.manual_seed(int(__import__('os').environ.get('RANK', 0)))\n"
+OF_HOROVOD = """
+model = torch.nn.Linear(8, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+"""
+TRAIN = """
+for step in range(3):
+    x = torch.arange(8.0) + step
+    optimizer.zero_grad()
+    (model(x) - 1).square().sum().mul(1e-3).backward()
+    optimizer.step()
+text = str(sorted((name.removeprefix("module."), each.tolist()) for name, each in model.state_dict().items()))
+print(text + "\\n", end="", flush=True)  # one write, as ranks share the output
+"""
 
 
-def block(words: str, language: str = "") -> str:
-    """Return the README's first block with these words."""
-    return next(text for text in blocks(README, language) if words in text)
+def start(launch: Launch, line: str, env: Mapping[str, str]) -> Outcome:
+    (launch.directory / "train.py").write_text(blocks(README, "python")[0])
+    return launch(shlex.split(line), env={**AS_ROOT, **env})
 
 
-def lines(words: str, *, without: str = "", only: str = "") -> list[str]:
-    """Return lines of the block with these words: those without the options, or only those with one of them."""
-    found = [(line, set(line.split())) for line in block(words).splitlines()]
-    return [line for line, has in found if not has & {*without.split()} and (not only or has & {*only.split()})]
+def check_example(outcome: Outcome, line: str) -> None:
+    """It prints one line, of a loss that is about 9 at first."""
+    ranks = 2 if "2" in line.split() else 1
+    assert outcome.stdout.count(f"{ranks} ranks, ") == 1, str(outcome)
+    assert float(outcome.stdout.split("loss ")[1]) < 1.0, str(outcome)
 
 
-@pytest.fixture
-def example(launch: Launch) -> Path:
-    path = launch.directory / "example.py"
-    path.write_text(blocks(README, "python")[0])
-    return path
+@pytest.mark.parametrize("line", [line for line in STARTS if not line.startswith("srun")])
+def test_the_example_trains(launch: Launch, line: str) -> None:
+    check_example(start(launch, line, {}), line)
 
 
-@pytest.mark.parametrize(
-    ("start", "words"),
-    [
-        ([sys.executable], "1 ranks, none, single over none"),
-        (TORCHRUN, "2 ranks, torchrun, native over shm"),
-        (["horovodrun", "--gloo", "-np", "2", sys.executable], "2 ranks, horovodrun, horovod over gloo"),
-    ],
-    ids=["python", "torchrun", "horovodrun"],
-)
-def test_the_example_trains(launch: Launch, example: Path, start: list[str], words: str) -> None:
-    printed = launch([*start, str(example)]).stdout
-    assert words in printed
-    assert float(printed.split("loss ")[1]) < 1.0, printed  # it starts at about 9
-
-
-@pytest.mark.parametrize(
-    ("words", "first", "then"),
-    [
-        # An epoch has 32 steps of 32 samples on two ranks, the last one of 8.
-        (
-            "dd.load_checkpoint",
-            ["2 ranks begin with step 0, at sample 0 of epoch 0"],
-            "1 ranks begin with step 75, at sample 352 of epoch 2",
-        ),
-        (
-            "dd.elastic.run",
-            [f"rank {rank} of 2 begins with step 0" for rank in range(2)],
-            "rank 0 of 1 begins with step 75",
-        ),
-    ],
-    ids=["checkpoint", "elastic"],
-)
-def test_a_resumed_example_continues_on_another_number_of_ranks(
-    launch: Launch, words: str, first: list[str], then: str
-) -> None:
-    """On two ranks to the end; then on one, from the last checkpoint."""
-    path = launch.directory / "resuming.py"
-    path.write_text(block(words, "python"))
-    printed = launch([*TORCHRUN, str(path)]).stdout
-    assert all(printed.count(line) == 1 for line in first), printed  # ranks may write at once: line ends come last
-    assert printed.count(" begin") == len(first)
-    assert launch([sys.executable, str(path)]).stdout == f"{then}\n"
-
-
-@pytest.mark.parametrize("line", lines("--min-ranks", without="--nnodes --submit"))
-def test_an_elastic_line_trains(launch: Launch, line: str) -> None:
-    """tests/faults loses ranks, and hosts under torchrun's --nnodes."""
-    (launch.directory / "train.py").write_text(block("dd.elastic.run", "python"))
-    printed = launch(shlex.split(line, comments=True), env=AS_ROOT).stdout
-    assert all(printed.count(f"rank {rank} of 4 begins with step 0") == 1 for rank in range(4)), printed
+@pytest.mark.parametrize("line", [line for line in STARTS if line.startswith("srun")])
+def test_the_example_trains_under_slurm(slurm: Slurm, launch: Launch, line: str) -> None:
+    check_example(start(launch, line, slurm.env), line)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("line", lines("--min-ranks", only="--submit"))
-def test_a_requeue_line_is_accepted(launch: Launch, line: str) -> None:
-    """tests/launch/test_requeue.py requeues a job."""
-    (launch.directory / "train.py").touch()
-    dualdist, run, *words = shlex.split(line, comments=True)
-    assert "--signal=B:USR1@120" in launch([dualdist, run, "--dry-run", *words]).stdout
-
-
-@pytest.mark.parametrize("line", lines("--as-horovod"))
-def test_a_line_for_a_horovod_script_trains(launch: Launch, line: str) -> None:
-    shutil.copy(ROOT / "examples" / "horovod_script.py", launch.directory / "script.py")
-    assert "epoch 5/5: loss 0." in launch(shlex.split(line, comments=True)).stdout
-
-
-def trains(launch: Launch, line: str, env: Mapping[str, str]) -> None:
-    """Check that the line, shortened, prints one summary."""
-    argv = [str(ROOT / word) if word == "examples/train.py" else word for word in shlex.split(line)]
-    outcome = launch([*argv, *SHORT], env={**AS_ROOT, **env})
-    assert outcome.stdout.count("summary: ") == 1, str(outcome)
-
-
-@pytest.mark.parametrize("line", lines("examples/train.py", without="srun"))
-def test_a_line_trains(launch: Launch, line: str) -> None:
-    trains(launch, line, {})
-
-
-@pytest.mark.parametrize("line", lines("examples/train.py", only="srun"))
-def test_a_line_for_slurm_trains(slurm: Slurm, launch: Launch, line: str) -> None:
-    trains(launch, line, slurm.env)
+def test_the_other_lines_are_known() -> None:
+    """Of `make` tests/unit/test_readmes.py knows the targets; test_doctor.py runs doctor's second line."""
+    assert COMMANDS == ["make demo", "make test"]
+    assert DOCTOR == ["dualdist doctor", "dualdist doctor --run -np 2"]
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("line", lines("dualdist doctor", without="--hosts --run"))
-def test_a_doctor_line_runs(launch: Launch, line: str) -> None:
-    """It may find something: CI's torchvision does not fit torch. test_doctor.py covers --hosts and --run."""
-    outcome = launch(shlex.split(line, comments=True), check=False)
-    assert outcome.rc in (0, 1), str(outcome)
+@pytest.mark.parametrize("line", [DOCTOR[0], f"{COMPARE[0]} --dry-run"])
+def test_a_line_runs(launch: Launch, line: str) -> None:
+    """doctor may find something: CI's torchvision does not fit torch."""
+    outcome = launch(shlex.split(line), check=False)
+    assert outcome.rc in ((0, 1) if "doctor" in line else (0,)), str(outcome)
     assert outcome.stdout
 
 
-def test_the_example_beside_training_prints_on_one_rank(launch: Launch) -> None:
-    path = launch.directory / "beside.py"
-    path.write_text(block("dd.Metric", "python"))
-    outcome = launch([*TORCHRUN, str(path)])
-    info, mean = outcome.stdout.splitlines()
-    assert info.startswith("rank 0 of 2 (local rank 0 of 2, node 0 of 1), native over shm, started by torchrun, ")
-    assert mean.startswith("mean loss 0.")
-    assert outcome.stderr.count("[0/2] INFO root: on rank 0 alone") == 1
-    assert outcome.stderr.count("epoch 1: 100% 100/100") == 1
+def side(launch: Launch, text: str, diff: str, sign: str) -> str:
+    """Write the program before ("-") or after ("+") a diff into the text, and return its path."""
+    lines = [line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", sign)]
+    path = Path(launch.directory, f"{'before' if sign == '-' else 'after'}.py")
+    path.write_text(text.format("".join(lines)))
+    return str(path)
 
 
-def test_the_timeline_line_writes_a_trace(launch: Launch, example: Path) -> None:
-    variable, *argv = shlex.split(block("DUALDIST_TIMELINE").replace("train.py", str(example)))
-    launch([*argv[:1], "--standalone", *argv[1:]], env=dict([variable.split("=")]))
-    events = trace_format.load(launch.directory / "trace.json")
-    assert {event["pid"] for event in events} == {0, 1}
-    assert {"forward Linear", "backward", "step SGD", "step 0"} <= {event["name"] for event in events}
+def parameters(outcome: Outcome, ranks: int) -> str:
+    """Return what all ranks printed."""
+    lines = outcome.stdout.splitlines()
+    assert len(lines) == ranks, str(outcome)
+    assert len(set(lines)) == 1, str(outcome)
+    return lines[0]
 
 
-@pytest.mark.smoke
-def test_the_install_horovod_line_is_accepted(launch: Launch) -> None:
-    line = shlex.split(block("install-horovod"), comments=True)
-    assert "horovod" in launch([*line, "--dry-run"]).stdout
+def test_a_script_for_one_process_ends_with_the_same_parameters_on_one_rank(launch: Launch) -> None:
+    text = HEAD + SEEDED + "{}" + TRAIN
+    before, after = (side(launch, text, ONE_PROCESS, sign) for sign in "-+")
+    alone = parameters(launch(["python", before]), 1)
+    assert parameters(launch(["python", after]), 1) == alone
+    assert parameters(launch([*TORCHRUN, after]), 2) == alone  # each rank has the same batch
 
 
-@pytest.mark.parametrize("line", lines("dualdist run -np 2 train.py", without="-H --submit"))
-def test_a_line_of_dualdist_run_runs(launch: Launch, example: Path, line: str) -> None:
-    """test_run_hosts.py covers hosts, test_job_scripts.py submits."""
-    example.rename(launch.directory / "train.py")
-    (launch.directory / "job.yaml").write_text(re.sub(r"(?m)^hosts: .*\n", "", block("program: ", "yaml")))
-    words = shlex.split(line, comments=True)
-    outcome = launch(words)
-    if "--write" in words:
-        assert "#SBATCH" in (launch.directory / "job.sh").read_text()
-    elif "--dry-run" in words:
-        assert "dualdist.launch.rank" in outcome.stdout
-    else:
-        ranks = words[words.index("-np") + 1] if "-np" in words else "4"
-        assert f"{ranks} ranks, " in outcome.stdout
+def test_a_ddp_script_ends_with_the_same_parameters(launch: Launch) -> None:
+    text = HEAD + SEEDED + "{}" + TRAIN
+    before, after = (side(launch, text, DDP, sign) for sign in "-+")
+    assert parameters(launch([*TORCHRUN, after]), 2) == parameters(launch([*TORCHRUN, before]), 2)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("line", lines("dualdist compare -np 4"))
-def test_a_line_of_dualdist_compare_is_accepted(launch: Launch, line: str) -> None:
-    (launch.directory / "train.py").touch()
-    dualdist, compare, *words = shlex.split(line, comments=True)
-    assert "DUALDIST_" in launch([dualdist, compare, "--dry-run", *words]).stdout
-
-
-@pytest.mark.smoke
-def test_the_job_file_is_valid() -> None:
-    job = loads(block("program: ", "yaml"), "job.yaml")
-    assert (job.hosts, job.resources.time) == (("hosta:2", "hostb:2"), "2:00:00")
-
-
-def test_the_example_of_run_returns_what_it_shows(launch: Launch) -> None:
-    program = block("dd.run(", "python").replace("dd.run", "found = dd.run")
-    assert launch([sys.executable, "-c", f"{program}\nprint(found)"]).stdout == "[0, 10]\n"
-
-
-def test_the_ddp_script_trains_the_same_model_before_and_after_migration(launch: Launch) -> None:
-    models = []
-    for sign in "-+":
-        path = launch.directory / "script.py"
-        diff = blocks(README, "diff")[0].splitlines(keepends=True)
-        path.write_text("".join(line[1:] for line in diff if line[0] in (" ", sign)))
-        launch([*TORCHRUN, str(path)])
-        models.append(torch.load(launch.directory / "model.pt", weights_only=True))
-        (launch.directory / "model.pt").unlink()
-    before, after = models
-    assert before.keys() == after.keys() == {"weight", "bias"}
-    assert all(torch.equal(before[name], after[name]) for name in before)
+def test_a_horovod_script_ends_with_the_same_parameters_changed_or_not(launch: Launch) -> None:
+    text = HEAD + SEEDED + "{}" + OF_HOROVOD + TRAIN
+    before, after = (side(launch, text, HOROVOD, sign) for sign in "-+")
+    assert f"`dualdist run -np 2 --as-horovod {'script.py'}`" in README.read_text()
+    unchanged = parameters(launch(["dualdist", "run", "-np", "2", "--as-horovod", before]), 2)
+    assert parameters(launch([*TORCHRUN, after]), 2) == unchanged
+    assert parameters(launch([*TORCHRUN, "-m", "dualdist.hvd", before]), 2) == unchanged

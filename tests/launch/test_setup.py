@@ -1,7 +1,5 @@
 """`make setup`: the package is importable anywhere, and install-horovod works, also from its cached wheel."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import subprocess

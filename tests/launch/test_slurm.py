@@ -1,7 +1,5 @@
 """srun, sbatch and salloc of a real Slurm with two nodes: who the ranks are, that they connect, what they compute."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 import sys

@@ -1,7 +1,5 @@
 """dd.spawn and dd.run, and programs that initialize torch.distributed themselves."""
 
-from __future__ import annotations
-
 import sys
 import time
 

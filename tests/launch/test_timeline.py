@@ -1,7 +1,5 @@
 """DUALDIST_TIMELINE where clocks differ, where no rank shuts down, and where a rank dies."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """torchvision is importable whatever operators it was compiled with. Each case needs an interpreter of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """One rank that is traced: python timeline_program.py ENDING, which is shutdown, return or die (on rank 1)."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -12,6 +10,7 @@ import dualdist as dd
 
 def main(ending: str) -> None:
     dd.init(timeout_s=60)
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(20):

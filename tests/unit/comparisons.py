@@ -1,7 +1,5 @@
 """Synthetic launches of a comparison, with chosen step times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dualdist.bench.compare.launches import Launch, RankRecord

@@ -1,7 +1,5 @@
 """Facts of a healthy installation, and the findings for variations of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,6 +53,10 @@ def with_host(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationF
 def with_torch(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
     assert isinstance(facts.torch, TorchProbe)
     return replace(facts, torch=replace(facts.torch, **changes))
+
+
+def with_python_core(*built_for: str) -> InstallationFacts:
+    return with_versions(with_facts(core_built_for=built_for), core="Python")
 
 
 def with_versions(facts: InstallationFacts = FACTS, **versions: str | None) -> InstallationFacts:

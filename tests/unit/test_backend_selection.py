@@ -1,7 +1,5 @@
 """Which backend and controller are chosen: from the environment, and by choices that `dualdist compare` saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -13,6 +11,7 @@ import pytest
 import torch
 from comparisons import launch, launches
 
+from dualdist.backends import registry
 from dualdist.backends.base import InitContext
 from dualdist.backends.horovod import select_controller
 from dualdist.bench.compare.launches import Launch
@@ -28,6 +27,7 @@ from dualdist.rendezvous.backend_selection import (
     matching_choice,
     select_backend,
 )
+from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, open_session
 from dualdist.topology import Topology
 
 
@@ -82,6 +82,11 @@ def test_horovods_controller(transport: str, environ: dict[str, str], mpi: bool,
 def test_a_wrong_choice_lists_the_valid_ones() -> None:
     with pytest.raises(UsageError, match=r"'gloom'.* gloo, mpi .*DUALDIST_TRANSPORT\); did you mean 'gloo'"):
         check_choice("gloom", ("", "gloo", "mpi"), "transport", "DUALDIST_TRANSPORT")
+    for transport in ("nccl", "gloo"):
+        with pytest.raises(
+            UsageError, match=rf"{transport}. is a transport, of native and horovod.*dd.init\('native'\)"
+        ):
+            check_choice(transport, registry.choices(), "backend", "DUALDIST_BACKEND")
 
 
 HERE = ChoiceConditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
@@ -246,3 +251,20 @@ def test_a_choice_for_other_threads_alone_is_told_and_one_for_these_goes_before_
     own = replace(SAVED, conditions=here, backend="native")
     choices.save_choices(choices.choices_path(environ), [own])
     assert matching_choice(JOB, "", environ, told.append) == own
+
+
+def test_a_choice_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend's own error does not say why it was taken."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    here = replace(HERE, threads=torch.get_num_threads())
+    choices.save_choices(
+        choices.choices_path(environ), [replace(SAVED, conditions=here, backend="mpi", transport="mpi")]
+    )
+    told: list[str] = []
+    config = SessionConfig(JOB, environ, "", "key", 5.0, RendezvousStore())
+    with pytest.raises(UnsupportedError, match="MPI was not started by torchrun"):
+        open_session("auto", config, told.append)
+    (line,) = told
+    assert line.startswith("mpi over mpi, as dualdist compare found on 2026-01-01")
+    assert line.endswith("; it fails here")

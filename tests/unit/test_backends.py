@@ -1,7 +1,5 @@
 """Decisions and failures of backends, without ranks: what is left of a failed one, waits, dtypes, pieces."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from types import ModuleType, SimpleNamespace
@@ -19,8 +17,8 @@ from dualdist.backends.mpi import backend
 from dualdist.backends.mpi.backend import WAIT_BUDGET_S, split_calls, wait_budget_s
 from dualdist.backends.native.backend import NativeBackend, NativeSettings
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.channel import HostChannel, channel_bytes
-from dualdist.backends.shm.segment import open_segment
+from dualdist.backends.shm.channel import connect_host
+from dualdist.backends.shm.collectives import MIN_SLOT_BYTES, HostCollectives
 from dualdist.backends.single import SingleBackend
 from dualdist.collectives.reductions import allreduce_, reduce_rows
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError, UsageError
@@ -54,12 +52,12 @@ def test_a_session_that_cannot_be_opened_closes_its_backend() -> None:
 
 def test_the_leaders_of_hosts_wait_as_long_as_everybody() -> None:
     store = dist.HashStore()
-    segment = open_segment(TcpStore(store, "", "the test"), "key", 0, 1, channel_bytes(1), Deadline(5.0))  # type: ignore[arg-type]
+    host = connect_host(TcpStore(store, "", "the test"), "key", [0], 0, MIN_SLOT_BYTES, Deadline(5.0))  # type: ignore[arg-type]
     leaders = SingleBackend()
     native = NativeBackend(dict, [0], 0, store, NativeSettings(), 5.0, owned=False)
-    native._host = HostChannel(segment, [0], leaders, 5.0, is_only_host=False)
+    native._host = HostCollectives(host, leaders, is_only_host=False)
     native.timeout_s = 77.0
-    assert (native._host.peers.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)
+    assert (host.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)
 
 
 def test_a_horovod_group_ends_though_a_rank_does_not_leave_and_a_failed_one_has_no_users() -> None:

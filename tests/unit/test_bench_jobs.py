@@ -1,14 +1,14 @@
-"""Interleaving, jobs, reports and models of a benchmark, without ranks."""
-
-from __future__ import annotations
+"""A benchmark's interleaving, jobs, reports and models, and the recording of a training."""
 
 import argparse
+import atexit
 import io
 import itertools
 import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import dualdist as dd
 from dualdist.bench import scale, startup
 from dualdist.bench.jobs import (
     FOREIGN,
@@ -25,6 +26,7 @@ from dualdist.bench.jobs import (
     PlannedJob,
     RunConfig,
     StepOptions,
+    TrainOptions,
     parse_configs,
     program_command,
     run_job,
@@ -38,11 +40,11 @@ from dualdist.bench.ranks.measurements import (
     merge_ranks,
     repeats_to_fill,
     round_order,
+    train,
 )
 from dualdist.bench.ranks.training import step_case
 from dualdist.bench.report import (
     ReportTable,
-    check_writable,
     dump_json,
     format_command,
     format_size,
@@ -53,6 +55,8 @@ from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
+from dualdist.cli.output_file import check_writable
+from dualdist.diagnostics.recording import Recorder, RecordingPlan
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
 from dualdist.utils.machine import CpuUse
@@ -190,7 +194,7 @@ def test_methods_suit_the_backend_and_raw_libraries_have_their_launcher() -> Non
     assert "hvd" not in choose_methods((), native)
     with pytest.raises(UsageError, match="--backend horovod"):
         choose_methods(["hvd"], native)
-    with pytest.raises(UsageError, match="expected different ones of none, ddp"):
+    with pytest.raises(UsageError, match="expected each of them once"):
         choose_methods(["ddp", "ddp"], native)
     found = with_raw_launchers(parse_configs("native,horovod,horovod:mpi", None, None))
     assert [config.launcher for config in found] == ["torchrun", "horovodrun", "mpirun"]
@@ -262,3 +266,65 @@ def test_only_modules_in_ranks_import_torch() -> None:
     folder = Path(__file__).parents[2] / "dualdist" / "bench"
     importing = {path.parent.name for path in folder.rglob("*.py") if "\nimport torch\n" in path.read_text()}
     assert importing == {"ranks"}
+
+
+@pytest.fixture
+def _session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    dd.init()
+    yield
+    dd.shutdown()
+
+
+@pytest.mark.usefixtures("_session")
+def test_a_training_whose_allreduces_cannot_be_timed_is_recorded_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    options = TrainOptions("mlp", "dualdist", batch=2, warmup=1, steps=2, sizes=(8,))
+    reason = "no raw library is known beneath the backend 'single', to compare it with"
+    assert train(options, tmp_path, 0.0) == {"unmeasured": reason}
+    assert len(json.loads((tmp_path / "rank-0.json").read_text())["ends"]) == 3
+
+
+STEPS = 5
+
+
+class Derived(torch.optim.SGD):
+    """torch calls step hooks for this class and for SGD."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # restored afterwards
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    return Recorder(RecordingPlan(tmp_path / "rank-0.json", 1, STEPS - 1), {}, torch.device("cpu"), 0.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Derived])
+def test_a_step_counts_once_even_if_it_calls_the_base_classs_step(
+    recorder: Recorder, kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    torch.optim.SGD([torch.zeros(1)])
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer, taken = kind([parameter], lr=0.5), itertools.count(1)
+    recorder.attach(optimizer, "unordered")
+    with torch.no_grad():
+        parameter.add_(1.0)  # as a broadcast does after the optimizer was wrapped
+
+    def train() -> None:
+        while True:
+            optimizer.zero_grad()
+            (next(taken) * parameter.sum()).backward()
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    kept = json.loads(recorder.plan.path.read_text())
+    assert (next(taken), len(kept["ends"])) == (STEPS + 1, STEPS)
+    assert kept["losses"] == [2.0, 2.0, -3.0, -16.0, -40.0]
+    assert kept["reduction"] == "unordered"
+    assert (kept["start"], kept["sample"]) == ([1.0, 1.0], [-6.5, -6.5])
+    assert kept["rounding"] == pytest.approx(1.2e-7, rel=0.01)

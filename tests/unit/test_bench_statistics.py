@@ -1,7 +1,5 @@
 """Ratios, confidence intervals and machine noise on samples with known properties; the alpha-beta model."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

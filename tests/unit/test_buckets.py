@@ -1,7 +1,5 @@
 """The assignment of gradients to buckets, and the flags that a bucket carries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.backends.base import UNRESERVED, CompletedWork, ReduceOp
+from dualdist.backends.base import CompletedWork, ReduceOp
 from dualdist.backends.single import SingleBackend
 from dualdist.ddp.bucket_plan import (
     BUCKET_BYTES,
@@ -116,9 +114,10 @@ def test_flags_survive_the_sum_over_any_number_of_ranks(
     size: int, compressor: GradientCompressor | None, flag: int
 ) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
-    plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), UNRESERVED)
+    plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"))
     bucket = Bucket(plan, ReducerConfig("sum", compressor), IdenticalRanks(size), set())
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
+    bucket.values.zero_()
     bucket.launch([torch.zeros(3), sparse, None], flag)
     bucket.wait()
     bucket.unpack()

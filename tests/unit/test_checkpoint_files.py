@@ -1,7 +1,5 @@
 """Checkpoint files: after any damage or disk error an older one is intact and found, and no code is run."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

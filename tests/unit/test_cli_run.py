@@ -1,7 +1,5 @@
 """`dualdist run`: from its options to a command line, and errors before anything starts."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -15,9 +13,9 @@ import pytest
 
 from dualdist.cli import main
 from dualdist.cli.run import program_words, shell_line, shell_lines
-from dualdist.launch import hosts as host_check
 from dualdist.launch.env_defaults import allocated_tasks, cpus_per_task, default_launcher
-from dualdist.launch.job import Command
+from dualdist.launch.host_peer import start_peer
+from dualdist.launch.job import Command, Site
 from dualdist.launch.processes import termination_raises
 
 FACE = ("-m", "dualdist.hvd")
@@ -116,8 +114,20 @@ def test_a_daemon_that_has_closed_its_output_gets_the_code_of_the_job(
     assert done.returncode == 7, done.stderr.decode()
 
 
-def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(dualdist_run: DualdistRun) -> None:
-    words = ("-np", "2", "--backend", "native", "--as-horovod", "--dry-run", "train.py", "-np", "7", "--dry-run")
+def test_dry_run_prints_the_command_on_stdout_and_verbose_the_choice_on_stderr(dualdist_run: DualdistRun) -> None:
+    words = (
+        "--verbose",
+        "-np",
+        "2",
+        "--backend",
+        "native",
+        "--as-horovod",
+        "--dry-run",
+        "train.py",
+        "-np",
+        "7",
+        "--dry-run",
+    )
     code, out, err = dualdist_run(*words)
     assert code == 0
     variables, backend, torchrun, *rest = shlex.split(out)
@@ -127,6 +137,10 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(dualdist_
         "dualdist run: torchrun starts 2 rank(s), as no --launcher was given and this is no Slurm allocation "
         "(SLURM_JOB_ID is not set)\n"
     )
+    assert dualdist_run(*words[1:]) == (0, out, "")
+    _, out, err = dualdist_run("--dry-run", "train.py", "-np", "2")
+    assert err == "dualdist run: -np goes to train.py: options of dualdist run stand before it\n"
+    assert "--nproc-per-node=1" in out
 
 
 @pytest.mark.parametrize(
@@ -154,20 +168,22 @@ def test_in_an_allocation_each_task_is_a_rank_with_its_cores(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("--launcher torchrunn train.py", 1, "did you mean 'torchrun'?"),
-        ("--launcher jsrun train.py", 1, "only job scripts use jsrun: add --scheduler"),
-        ("-np 0 train.py", 1, "ranks=0"),
+        ("--launcher torchrunn train.py", 2, "did you mean 'torchrun'?"),
+        ("--launcher slurm train.py", 2, "did you mean 'srun'?"),
+        ("--nproc-per-node 2 train.py", 2, "did you mean '-np'?"),
+        ("--launcher jsrun train.py", 2, "only job scripts use jsrun: add --scheduler"),
+        ("-np 0 train.py", 2, "dualdist run: -np 0: expected 1 or more\n"),
         ("-np two train.py", 2, "invalid int value: 'two'"),
-        ("--backend nccl train.py", 2, "choose from"),
-        ("--launcher python -np 2 train.py", 1, "plain python starts one rank"),
-        ("--timeout nan train.py", 1, "--timeout nan: expected seconds above 0"),
+        ("--backend nccl train.py", 2, "(choose from auto, native, horovod, mpi); did you mean 'native'?"),
+        ("--launcher python -np 2 train.py", 2, "plain python starts one rank"),
+        ("--timeout nan train.py", 2, "--timeout nan: expected seconds above 0"),
         ("--network-interface eth7 train.py", 1, "has no network interface 'eth7' with an address; it has lo"),
-        ("--env 'A B=1' train.py", 1, "--env A B=1: expected a variable's name"),
-        ("--env NOWHERE train.py", 1, "--env NOWHERE: it is not set here; set it, or give a value"),
-        ("", 1, "no program"),
-        ("nowhere.py", 1, "no script 'nowhere.py' in "),
-        ("python train.py", 1, "leave the interpreter out"),
-        ("/usr/nowhere/python3.11 train.py", 1, "leave the interpreter out"),
+        ("--env 'A B=1' train.py", 2, "--env A B=1: expected a variable's name"),
+        ("--env NOWHERE train.py", 2, "--env NOWHERE: it is not set here; set it, or give a value"),
+        ("", 2, "no program"),
+        ("nowhere.py", 2, "no script 'nowhere.py' in "),
+        ("python train.py", 2, "leave out the interpreter"),
+        ("/usr/nowhere/python3.11 train.py", 2, "leave out the interpreter"),
     ],
 )
 def test_wrong_words_are_refused_before_anything_starts(
@@ -194,13 +210,13 @@ def test_ending_it_while_it_looks_at_hosts_takes_no_time(base_env: Mapping[str, 
 def test_ending_it_while_ssh_is_being_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    class Popen(subprocess.Popen[str]):
+    class Popen(subprocess.Popen[bytes]):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             started.append(self)
             signal.raise_signal(signal.SIGTERM)  # before the caller knows of the process
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
-    with pytest.raises(SystemExit), termination_raises(), host_check._start_ssh("elsewhere", ["sleep", "60"]):
+    with pytest.raises(SystemExit), termination_raises(), start_peer("b", ["sleep", "60"], Site("", {}, "")):
         pytest.fail("it goes on")
     assert [process.returncode for process in started] == [-signal.SIGKILL]

@@ -1,7 +1,5 @@
 """Contenders of a comparison: combinations, baselines, and the reasons why some cannot run here."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from typing import Any

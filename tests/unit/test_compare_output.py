@@ -1,11 +1,11 @@
 """Arguments, conditions, tables, CSV and folder of a comparison."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ from comparisons import launch
 
 from dualdist.bench.compare.launches import CONDITIONS, Launch, check_folder, claim_folder, read_launch
 from dualdist.bench.compare.metrics import summarize
-from dualdist.bench.compare.output import tables, write_csv
-from dualdist.bench.compare.runner import Contender, format_duration
+from dualdist.bench.compare.output import tables, write_csv, write_folder
+from dualdist.bench.compare.runner import Comparison, Contender, RefusedContender, UserScript, format_duration
 from dualdist.bench.jobs import DUALDIST, RunConfig
-from dualdist.bench.report import error_summary, write_atomically
+from dualdist.bench.report import error_summary, make_record, write_atomically
 from dualdist.cli import compare
-from dualdist.cli.compare import describe_conditions, describe_settings, make_settings, parse_budget
+from dualdist.cli.compare import describe_conditions, describe_settings, make_settings, make_work, parse_budget
 from dualdist.errors import UsageError
 from dualdist.launch.job import Site
 
-SITE = Site("/v/python", {}, "/v")
+SITE = Site("/v/python", {"torchrun": "/v/torchrun"}, "/v")
 CONTENDER = Contender(DUALDIST, RunConfig("native", "shm", "torchrun"))
 
 
@@ -39,13 +39,75 @@ def test_a_budget_is_parsed_with_its_unit_and_durations_are_formatted(text: str,
 
 def test_tables_and_csv_have_what_was_launched(tmp_path: Path) -> None:
     speed, cost = tables(
-        summarize([CONTENDER], [], [launch(CONTENDER.key, number, 0.1) for number in range(3)], "complete")
+        summarize([CONTENDER], [], [launch(CONTENDER.key, number, 0.1 + number) for number in range(3)], "complete")
     )
-    assert "samples/s" in speed.columns
+    assert "95% of samples/s" in speed.columns
     assert "range of values" in speed.notes[0]
+    assert "steps/s" not in speed.columns
+    assert "efficiency" not in cost.notes[0]
     assert "TCP MiB/step" in cost.columns
     assert not {"GPU MiB", "8 B us", "efficiency"} & set(cost.columns)
+    once, _ = tables(summarize([CONTENDER], [], [launch(CONTENDER.key, 0, 0.1)], "complete"))
+    assert "95%" not in f"{once.columns}{once.notes}"
     assert all(len(row) == len(table.columns) for table in (speed, cost) for row in table.rows)
+
+
+def test_the_page_leads_with_the_verdict_and_says_in_words_what_its_plots_show(tmp_path: Path) -> None:
+    gloo = replace(CONTENDER, config=RunConfig("native", "gloo", "torchrun"))
+    timed = {"sizes": [{"bytes": n, "seconds": {"dualdist_": [4e-5], "raw_": [2e-4]}} for n in (8, 1 << 20)]}
+    done = [
+        launch(each.key, number, step_s).model_copy(update={"label": each.label, "allreduce": timed})
+        for number in range(6)
+        for each, step_s in ((gloo, 0.2), (CONTENDER, 0.1))
+    ]
+    refused = [RefusedContender(Contender(DUALDIST, RunConfig(name, "nccl", "torchrun")), "no GPU") for name in "ab"]
+    result = summarize([gloo, CONTENDER], refused, done, "complete")
+    record = make_record("compare", "dualdist compare", {"ranks": 2, "model": "mlp"}, [], {})
+    page = write_folder(tmp_path, result, record, done).read_text()
+    assert re.search("<h1>(.*)</h1>", page)[1] == "native over shm is 2.00x faster"
+    assert re.findall('<img alt="(.*?)"', page) == [
+        "Step times: native over shm (torchrun) 100 ms, native over gloo (torchrun) 200 ms",
+        "Allreduce of 8 B and 1 MiB: native over shm (torchrun) 40 us (raw library 200) and 26 GB/s (raw 5.2); "
+        "native over gloo (torchrun) 40 us (raw library 200) and 26 GB/s (raw 5.2)",
+        "Loss of 7 steps, from 3 to 1.5; the same to the last bit in all 2 contenders",
+    ]
+    assert "<td>a over nccl (torchrun), b over nccl (torchrun)</td><td>no GPU</td>" in page
+    assert not re.findall(r"<td>([\d.]+) to \1</td>", page)
+    assert page.count("prefers-color-scheme: dark") == 1
+    for name in ("steps", "allreduce", "losses"):
+        assert "prefers-color-scheme: dark" in (tmp_path / f"{name}.svg").read_text()
+    first, *_ = tables(result)
+    assert [row[0] for row in first.rows] == [CONTENDER.label, gloo.label]  # fastest first, as the ratio says
+
+
+def test_the_page_names_who_gave_the_same_bits_and_that_this_took_separate_launches(tmp_path: Path) -> None:
+    gloo = replace(CONTENDER, config=RunConfig("native", "gloo", "torchrun"))
+    contenders = [CONTENDER, gloo, *(replace(each, is_ordered=True) for each in (CONTENDER, gloo))]
+    done = [launch(each.key, 0, 0.1).model_copy(update={"label": each.label}) for each in contenders]
+    result = summarize(contenders, [], done, "complete")
+    record = make_record("compare", "dualdist compare", {"ranks": 3, "model": "mlp"}, [], {})
+    page = write_folder(tmp_path, result, record, done).read_text()
+    who = "native over shm (torchrun), native over gloo (torchrun)"
+    assert f"to the bit (ordered sums, checked in separate launches): {who}.</p>" in page
+    assert "<td>native over gloo (torchrun, ordered sums)</td>" in page
+
+
+@pytest.mark.parametrize("is_script", [False, True])
+def test_an_ordered_launch_is_short_and_differs_in_the_order_of_sums_only(is_script: bool) -> None:
+    args = parsed("--model", "mlp", "-np", "3", "--env", "DUALDIST_REDUCTION=unordered", "--device", "cpu")
+    work = UserScript(("train.py",), 3, 30) if is_script else make_work(args)
+    comparison = Comparison(work, make_settings(args, SITE), Path("/x"))
+    plain, ordered = (comparison.plan_job(replace(CONTENDER, is_ordered=each), 0).command for each in (False, True))
+    differing = {name for name in ordered.env if ordered.env[name] != plain.env[name]}
+    assert ordered.env["DUALDIST_REDUCTION"] == "ordered"
+    if is_script:
+        assert differing == {"DUALDIST_REDUCTION", "DUALDIST_RECORD", "DUALDIST_RECORD_STEPS"}
+        assert ordered.env["DUALDIST_RECORD_STEPS"] == "5"
+        assert ordered.argv == plain.argv
+        return
+    assert differing == {"DUALDIST_REDUCTION"}
+    asked, usual = (json.loads(each.argv[-1]) for each in (ordered, plain))
+    assert {name: asked[name] for name in asked if asked[name] != usual[name]} == {"steps": 5, "sizes": []}
 
 
 def test_csv_includes_failed_launches_with_the_error_of_their_output(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The verdict of a comparison: equivalence, significance, the schedule of launches, and metrics."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -15,9 +13,9 @@ import pytest
 from comparisons import launch, launches, rank
 
 from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, group_by_contender
-from dualdist.bench.compare.metrics import summarize
-from dualdist.bench.compare.runner import Contender, LaunchSchedule, draw_order, record_error
-from dualdist.bench.compare.verdict import Verdict, check_equivalence, compare_with_winner, judge, rank_by_speed
+from dualdist.bench.compare.metrics import ComparisonResult, summarize
+from dualdist.bench.compare.runner import Contender, LaunchSchedule, draw_order, ordered_checks, record_error
+from dualdist.bench.compare.verdict import Verdict, check_equivalence, judge, rank_by_speed
 from dualdist.bench.jobs import DUALDIST, RunConfig
 from dualdist.bench.statistics import MIN_LAUNCHES, median_interval, ratio_interval
 
@@ -65,6 +63,10 @@ def test_the_sentence_has_ratio_interval_and_number_of_launches_and_common_load_
     assert same.sentence.startswith("no significant difference between ")
     alone = judged(a=[1.0] * 9)
     assert alone.sentence == "a is the only candidate that ran here"
+    assert [each.headline for each in (same, alone)] == ["No clear winner", "Only one candidate"]
+    shown = Verdict("faster", "", "native over shm (torchrun)", "native over gloo (torchrun)", found.ratio)
+    assert shown.headline == "native over shm is 1.31x faster"
+    assert replace(shown, runner_up="native over shm (mpirun)").headline == "native over shm (torchrun) is 1.31x faster"
     few = judged(a=[1.0] * 5, b=[9.0] * 5)
     assert (few.kind, "5 launches are too few" in few.sentence) == ("too few", True)
     assert judged(a=[1.0] * 6, b=[9.0] * 6).kind == "faster"
@@ -92,8 +94,6 @@ def test_contenders_are_compared_by_the_rounds_in_which_both_ran() -> None:
     assert (found.ratio.launches, found.ratio.value) == (6, 2.0)
     found = {"a": launches("a", [1.0, 5.0] * 3), "b": launches("b", [0.9, 4.5] * 3), "c": launches("c", [2.0] * 6)}
     assert rank_by_speed(found)[0] == "b"
-    sentences = compare_with_winner("b", found)
-    assert sentences["a"].startswith("b is 1.11x faster than a (95% interval 1.11 to 1.11, 6 launches each)")
 
 
 def test_different_models_make_the_comparison_invalid() -> None:
@@ -224,6 +224,95 @@ CONFIG = RunConfig("native", "shm", "torchrun")
 CONTENDERS = [Contender(DUALDIST, replace(CONFIG, launcher=name)) for name in ("torchrun", "mpirun", "srun")]
 
 
+CHECKS = ordered_checks(CONTENDERS, 3, uses_gpus=False)
+LABELS = [each.label for each in CONTENDERS]
+OF_DDP = Contender("ddp", replace(CONFIG, transport="gloo"))
+BASELINE = "a baseline adds in the order of its library"
+
+
+def on_three(contender: Contender, **changes: object) -> Launch:
+    found = launch(contender.key, 0, 1.0, **changes)
+    return found.model_copy(update={"label": contender.label, "ranks": [*found.ranks, found.ranks[1]]})
+
+
+def check_failed(contender: Contender) -> Launch:
+    return failed_launch(
+        contender.key, 0, "exit code 1\ndualdist.errors.UsageError: reduction='ordered' with compression"
+    )
+
+
+def test_two_ranks_gpus_and_a_single_candidate_have_no_ordered_launches() -> None:
+    assert [each.key for each in CHECKS] == [f"{each.key}-ordered" for each in CONTENDERS]
+    assert not any(each.is_candidate or each.label in LABELS for each in CHECKS)
+    assert ordered_checks([*CONTENDERS, OF_DDP], 3, uses_gpus=False) == CHECKS
+    assert ordered_checks(CONTENDERS, 2, uses_gpus=False) == []
+    assert ordered_checks(CONTENDERS, 3, uses_gpus=True) == []
+    assert ordered_checks([CONTENDERS[0], OF_DDP, Contender(DUALDIST, CONFIG, copy=1)], 3, uses_gpus=False) == []
+
+
+def with_ordered(*checks: Launch, digests: str = "abcd", ended: str = "complete") -> ComparisonResult:
+    """Result of three ranks whose parameters differ by rounding, and of these launches with ordered sums."""
+    training = [on_three(each, digest=digest) for each, digest in zip([*CONTENDERS, OF_DDP], digests, strict=True)]
+    return summarize([*CONTENDERS, OF_DDP, *CHECKS], [], [*training, *checks], ended)
+
+
+def test_equal_bits_with_ordered_sums_are_reported_beside_a_training_that_agrees_up_to_rounding() -> None:
+    found = with_ordered(*(on_three(each, digest="o") for each in CHECKS))
+    same = found.equivalence
+    assert (same.same_bits, same.unchecked, same.mismatches) == (LABELS, {OF_DDP.label: BASELINE}, {})
+    assert same.launches == 4
+    names = ", ".join(LABELS)
+    assert f"; to the bit (ordered sums, checked in separate launches): {names}; not checked to the bit: " in str(same)
+    assert found.verdict.sentence.endswith(
+        "; 3 contenders gave the same bits (ordered sums, checked in separate launches)"
+    )
+    assert [each.label for each in found.contenders] == [*LABELS, OF_DDP.label]  # the checks are not timed
+    assert found.refused == []
+
+
+@pytest.mark.parametrize(
+    ("of_checks", "same", "wrong"), [("oop", LABELS[:2], LABELS[2]), ("poo", LABELS[1:], LABELS[0])]
+)
+def test_other_bits_with_ordered_sums_are_a_fault_even_where_training_agrees_up_to_rounding(
+    of_checks: str, same: list[str], wrong: str
+) -> None:
+    checks = [on_three(each, digest=digest) for each, digest in zip(CHECKS, of_checks, strict=True)]
+    found = with_ordered(*checks, digests="aaaa")
+    assert found.equivalence.same_bits == same
+    assert found.equivalence.mismatches == {
+        wrong: f"ended with other bits than {same[0]} with ordered sums, which is a fault"
+    }
+    assert found.verdict.kind == "invalid"
+    assert f"{wrong} ended with other bits than {same[0]}" in found.verdict.sentence
+
+
+def test_a_rank_with_other_bits_than_the_others_with_ordered_sums_is_a_fault() -> None:
+    torn = on_three(CHECKS[1], digest="o")
+    torn.ranks[2] = torn.ranks[2].model_copy(update={"digest": "p"})
+    found = with_ordered(on_three(CHECKS[0], digest="o"), torn, check_failed(CHECKS[2])).equivalence
+    assert list(found.mismatches) == [LABELS[1]]
+    assert found.same_bits == []
+
+
+def test_a_contender_without_ordered_sums_is_not_checked_which_is_no_fault() -> None:
+    asking = on_three(CHECKS[0], digest="p", reduction="unordered")
+    same = [on_three(each, digest="o") for each in CHECKS[1:]]
+    found = with_ordered(asking, *same)
+    assert found.equivalence.same_bits == LABELS[1:]
+    assert found.equivalence.unchecked[LABELS[0]] == "the program asks for unordered sums itself"
+    found = with_ordered(check_failed(CHECKS[0]), *same)
+    assert found.equivalence.unchecked[LABELS[0]] == "dualdist.errors.UsageError: reduction='ordered' with compression"
+    assert (found.equivalence.is_valid, found.refused) == (True, [])
+    found = with_ordered(same[0], ended="interrupted")
+    assert (found.equivalence.is_valid, found.equivalence.same_bits) == (True, ())
+    assert found.equivalence.unchecked == {
+        **dict.fromkeys((LABELS[0], LABELS[2]), "it was not launched: interrupted"),
+        OF_DDP.label: BASELINE,
+        LABELS[1]: "there is no other to compare it with",
+    }
+    assert "gave the same bits" not in found.verdict.sentence
+
+
 def test_metrics_follow_from_the_records_of_ranks() -> None:
     contender, none = Contender(DUALDIST, CONFIG), Contender("none", CONFIG)
     one = Contender("one", RunConfig("auto", None, "python"))
@@ -252,7 +341,7 @@ def test_a_launch_without_allreduce_timings_counts_without_bandwidth() -> None:
         for number, allreduce in enumerate([timed, {"unmeasured": "raw mpi4py is measured on CPU tensors only"}])
     )
     (found,) = summarize([contender], [], [not_swept, swept], "complete").contenders
-    assert (found.launches, [point.seconds for point in found.bandwidth]) == (2, [2.0])
+    assert (found.launches, [point.seconds.value for point in found.bandwidth]) == (2, [2.0])
     (found,) = summarize([contender], [], [not_swept], "complete").contenders
     assert (found.launches, found.bandwidth, found.latency_s) == (1, [], None)
 
@@ -332,21 +421,70 @@ class Clock:
 
 
 def test_no_round_starts_that_would_exceed_the_budget_but_every_resumed_run_makes_progress() -> None:
-    clock = Clock(10.0)
+    clock = Clock(5.0)
     rounds = clock.schedule(9)
     assert rounds.remaining_s() == 100.0  # all would take longer
-    assert len(list(rounds)) == 9  # three rounds of 30 s
-    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up; a round takes about 30 s")
+    assert len(list(rounds)) == 18  # six rounds of 15 s
+    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up; a round takes about 15 s")
+    assert rounds.left_out == []
     rounds = Clock(60.0).schedule(9)
     assert len(list(rounds)) == 2
-    assert "used up in the first round; a round takes about 180 s, more than the budget" in rounds.ended
+    assert "used up; a round takes about 120 s, more than the budget" in rounds.ended
     done: list[Launch] = []
     for _ in range(4):
         before = len(done)
         rounds = Clock(60.0).schedule(2, done)
         done += list(rounds)
         assert len(done) > before
+        if rounds.ended == "complete":
+            return
     assert rounds.ended == "complete"
+
+
+# The first of a backend is not its fastest.
+MIXED = [
+    *(Contender(DUALDIST, RunConfig("native", name, "torchrun")) for name in ("shm", "gloo")),
+    *(Contender(DUALDIST, RunConfig("horovod", name, "mpirun")) for name in ("gloo", "mpi")),
+    Contender(DUALDIST, RunConfig("mpi", "mpi", "mpirun")),
+    *(Contender(method, RunConfig("native", "gloo", "torchrun")) for method in ("ddp", "one")),
+]
+STEP_S = {"native-gloo": 0.1, "native-shm": 0.2, "horovod-mpi": 0.3, "horovod-gloo": 0.4, "mpi-mpi": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "launches_of_each"),
+    [
+        # All seven six times take 42 s, the five candidates 30 s.
+        (42.0, [6, 6, 6, 6, 6, 6, 6]),
+        (41.0, [6, 6, 6, 6, 6, 0, 0]),
+        # One launch of each candidate, then the fastest of each backend to the end: 5 + 3 x 5.
+        (20.0, [1, 6, 1, 6, 6, 0, 0]),
+        # No time for that: the first of each backend; then the first two.
+        (18.0, [6, 0, 6, 0, 6, 0, 0]),
+        (13.0, [6, 0, 6, 0, 0, 0, 0]),
+    ],
+)
+def test_a_budget_too_small_for_all_measures_the_best_of_each_backend_in_full(
+    budget_s: float, launches_of_each: list[int]
+) -> None:
+    clock = Clock(1.0)
+
+    def launched(contender: Contender, number: int) -> Launch:
+        clock.now += 1.0
+        step_s = STEP_S.get(f"{contender.config.backend}-{contender.config.transport}", 0.1)
+        return launch(contender.key, number, step_s).model_copy(update={"seconds": 1.0, "label": contender.label})
+
+    schedule = LaunchSchedule(MIXED, launched, rounds=6, budget_s=budget_s, clock=lambda: clock.now)
+    done = list(schedule)
+    assert [sum(each.contender == contender.key for each in done) for contender in MIXED] == launches_of_each
+    assert clock.now <= budget_s
+    assert schedule.enough == "--budget 1m"
+    left_out = [each for each, count in zip(MIXED, launches_of_each, strict=True) if count < 6]
+    assert set(schedule.left_out) == set(left_out)
+    result = summarize(MIXED, [], done, schedule.ended, left_out=schedule.left_out, enough=schedule.enough)
+    assert result.verdict.kind == "faster"
+    assert {each.contender.label for each in result.refused} == {each.label for each in left_out}
+    assert all("about --budget 1m is enough" in each.reason for each in result.refused)
 
 
 def test_an_interrupted_run_is_resumed_and_a_failed_contender_is_not() -> None:
@@ -368,6 +506,35 @@ def test_an_interrupted_run_is_resumed_and_a_failed_contender_is_not() -> None:
         return found.model_copy(update={"error": "no"}) if contender == CONTENDERS[1] else found
 
     assert len(list(LaunchSchedule(CONTENDERS, failing, rounds=3, budget_s=100.0, clock=lambda: clock.now))) == 7
+
+
+def test_ordered_launches_follow_the_rounds_once_and_the_budget_leaves_time_for_them() -> None:
+    def schedule(clock: Clock, budget_s: float, done: Sequence[Launch] = ()) -> LaunchSchedule:
+        return LaunchSchedule(
+            [*CONTENDERS, *CHECKS], clock.launch, done, rounds=9, budget_s=budget_s, clock=lambda: clock.now
+        )
+
+    clock, names = Clock(6.0), [each.key for each in CHECKS]
+    rounds = schedule(clock, 143.0)
+    assert len(rounds.remaining) == 30
+    done = list(rounds)
+    assert [each.contender for each in done[-3:]] == names
+    assert {each.round for each in done[-3:]} == {5}
+    assert (clock.now, len(done)) == (126.0, 21)  # six rounds of 18 s, and the checks
+    assert rounds.ended == "the budget of 143 s was used up; a round takes about 18 s"
+    assert (rounds.left_out, rounds.enough) == ([], "--budget 3m")
+    again = Clock(5.0)
+    assert len(list(schedule(again, 1000.0, done))) == 9
+    assert not {key for key, _ in again.log}.intersection(names)
+    tight = Clock(6.0)
+    rounds = schedule(tight, 120.0)  # six rounds would fit without the checks
+    launched = [each.contender for each in rounds]
+    (left,) = rounds.left_out
+    assert launched[-2:] == [name for name in names if name != f"{left.key}-ordered"]
+    assert tight.now <= 120.0
+    rounds = schedule(Clock(60.0), 100.0)
+    assert [each.contender in names for each in rounds] == [False, False]
+    assert "before" not in rounds.ended
 
 
 def test_earlier_rounds_are_not_completed_after_a_resume() -> None:

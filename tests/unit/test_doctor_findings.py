@@ -24,6 +24,7 @@ from doctor_facts import (
     with_facts,
     with_horovod,
     with_host,
+    with_python_core,
     with_torch,
     with_versions,
 )
@@ -66,6 +67,7 @@ def test_a_valid_launch_of_a_healthy_installation_has_no_findings(table: str) ->
 BARE = with_versions(with_facts(torch=None, horovod=None, mpi4py=None), torch=None, horovod=None, mpi4py=None)
 VISION = with_versions(with_facts(torchvision_requires="2.13.0"), torchvision="0.28.0")
 OTHER_VISION = replace(VISION, torch=replace(VISION.torch, has_vision_operators=False))
+NEWER = replace(OTHER_VISION.torch, version="2.15.0")
 NO_HOROVOD = with_versions(with_facts(horovod=None), horovod=None)
 OTHER_MPI, OTHER_MPI4PY = (
     with_horovod(mpi_version="MPICH 4.0.2"),
@@ -84,9 +86,12 @@ INSTALLATIONS = [
     ("healthy with GPUs", GPUS, {}, {}),
     ("nothing", BARE, {}, {"torch-missing": "error", "horovod-missing": "info"}),
     ("broken torch", with_facts(torch="ImportError: libc10.so"), {}, {"torch-broken": "error"}),
-    ("old torch", with_versions(with_torch(version="2.0.1"), torch="2.0.1"), {},
+    ("old torch", with_versions(with_torch(version="2.7.1"), torch="2.7.1"), {},
      {"torch-old": "error", "horovod-other-torch": "warning"}),
     ("two torches", with_torch(version="2.12.0+cpu"), {}, {"torch-twice": "warning"}),
+    ("core in Python", with_python_core("2_13_0_cpu"), {"DUALDIST_NO_EXTENSION": "1"}, {}),
+    ("no core", with_python_core(), {}, {"core-not-built": "info"}),
+    ("core of another torch", with_python_core("2_12_0_cpu"), {}, {"core-not-built": "warning"}),
     ("no distributed", with_torch(has_distributed=False), {}, {"torch-without-distributed": "warning"}),
     ("no distributed, wanted", with_torch(has_distributed=False), {"DUALDIST_BACKEND": "native"},
      {"torch-without-distributed": "error"}),
@@ -95,7 +100,7 @@ INSTALLATIONS = [
     ("torchvision that fits", replace(VISION, torch=replace(VISION.torch, has_vision_operators=True)), {}, {}),
     ("torchvision of another torch", replace(VISION, torchvision_requires="2.9.0"), {},
      {"torchvision-other-torch": "warning"}),
-    ("torchvision of another build", OTHER_VISION, {}, {"torchvision-operators": "warning"}),
+    ("torchvision of another build", OTHER_VISION, {}, {"torchvision-operators": "info"}),
     ("a CPU torch beside GPUs", with_host(gpus=2), {}, {"torch-without-cuda": "warning"}),
     ("a driver that is too old", replace(GPUS, torch=replace(GPUS.torch, gpus=0)), {},
      {"torch-sees-no-gpu": "warning"}),
@@ -154,8 +159,12 @@ def test_findings_name_the_problem_and_the_fix() -> None:
     assert "nms does not exist" in result.why
     assert "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu" in result.fix
     assert "--no-deps" in result.command
-    result = finding_named("shm-too-small", diagnosis({}, with_host(shm_free=64 << 20)))
-    assert "has 64 MiB free, but 2 ranks need at least 96 MiB" in result.message
+    result = finding_named(
+        "torchvision-operators", diagnosis({}, replace(OTHER_VISION, torch=NEWER, torchvision_requires=None))
+    )
+    assert "'torchvision>=0.29.1'" in result.fix
+    result = finding_named("shm-too-small", diagnosis({}, with_host(shm_free=7 << 20)))
+    assert "has 7 MiB free, but 2 ranks need at least 8 MiB" in result.message
     result = finding_named(
         "thread-oversubscription", diagnosis({"OMP_NUM_THREADS": "4"}, with_host(cores=4, total_cores=4), 2)
     )
@@ -257,13 +266,12 @@ JOBS = [
      recorded("slurm_srun_pmi2_more") | {"CUDA_VISIBLE_DEVICES": "0"}, None, {"gpus-hidden-per-task": "info"}),
     ("one GPU for two tasks", with_host(ONE_GPU, gpus=1),
      recorded("slurm_srun_pmi2_more"), None, {"more-ranks-than-gpus": "error"}),
-    ("little shared memory", with_host(shm_free=64 << 20), {}, None, {"shm-too-small": "warning"}),
-    ("enough for one", with_host(shm_free=64 << 20), {}, 1, {}),
+    ("little shared memory", with_host(shm_free=7 << 20), {}, None, {"shm-too-small": "warning"}),
+    ("enough for one", with_host(shm_free=7 << 20), {}, 1, {}),
     ("no shared memory", with_host(shm_free=None), {}, 1, {"shm-too-small": "warning"}),
     ("few files", with_host(open_files=(256, 256)), {}, None, {"too-few-files": "warning"}),
     ("few files, but more may be had", with_host(open_files=(256, 4096)), {}, None, {}),
-    ("few files for many ranks", with_host(open_files=(4096, 4096)), {}, 1000, {"too-few-files": "warning",
-     "shm-too-small": "warning"}),
+    ("few files for many ranks", with_host(open_files=(4096, 4096)), {}, 1000, {"too-few-files": "warning"}),
     ("little locked memory", with_host(locked_memory=(8 << 20, 8 << 20), infiniband=("mlx5_0",)), {}, None,
      {"locked-memory": "warning"}),
     ("little locked memory without InfiniBand", with_host(locked_memory=(8 << 20, 8 << 20)), {}, None, {}),
@@ -306,6 +314,7 @@ JOBS = [
      ON_TWO_NODES, None, {"bridges": "warning"}),
     ("a bridge that leads to others", with_host(interfaces={"br-ex": "10.0.0.1"}), ON_TWO_NODES, None, {}),
     ("an unknown backend", FACTS, {"DUALDIST_BACKEND": "nativ"}, None, {"choice-unknown": "error"}),
+    ("a misspelt variable", FACTS, {"DUALDIST_BAKEND": "mpi"}, None, {"variable-unknown": "warning"}),
     ("two unknown values", FACTS, {"DUALDIST_BACKEND": "a", "DUALDIST_TRANSPORT": "b"}, None,
      {"choice-unknown": "error"}),
     ("a transport that the backend lacks", FACTS, {"DUALDIST_BACKEND": "native", "DUALDIST_TRANSPORT": "mpi"}, None,

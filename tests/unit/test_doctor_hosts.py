@@ -1,7 +1,6 @@
 """Findings about several hosts, by tables of their reports."""
 
-from __future__ import annotations
-
+import io
 import json
 import os
 import signal
@@ -9,17 +8,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from doctor_facts import HOST, VERSIONS
 
 from dualdist.doctor.checks.hosts import HostReport, find
-from dualdist.doctor.hosts import HostPeer, connect, drop_own_addresses, parse_greeting, strip_user
-from dualdist.doctor.smoke_test import summarize_failure
+from dualdist.doctor.hosts import connect, drop_own_addresses, parse_greeting, strip_user
 from dualdist.errors import LaunchError
+from dualdist.launch.host_peer import HostPeer
 from dualdist.launch.job import Site
+from dualdist.utils.deadline import Deadline
 from dualdist.version import __version__
 
 GOOD = replace(HOST, versions=VERSIONS)
@@ -64,7 +63,7 @@ TABLE = [
     ("another torch", [report(), report("b", versions={**VERSIONS, "torch": "2.12.0"})],
      {"versions-differ": "warning"}),
     ("no torch", [report(), report("b", versions={**VERSIONS, "torch": None})], {"versions-differ": "error"}),
-    ("little shared memory there", [report(), report("b", slots=4, shm_free=64 << 20)], {"shm-too-small": "warning"}),
+    ("little shared memory there", [report(), report("b", slots=4, shm_free=7 << 20)], {"shm-too-small": "warning"}),
     ("few files for the job's connections", [report(slots=2, shm_free=96 << 20, open_files=(600, 600)),
      report("b", slots=100)], {"too-few-files": "warning"}),
     ("few files there", [report(), report("b", open_files=(99, 99))], {"too-few-files": "warning"}),
@@ -102,14 +101,14 @@ def test_a_peer_is_identified_by_its_nonce(base_env: Mapping[str, str]) -> None:
     ids=["its child holds the pipes", "it closes its output", "it prints", "it sends half a message", "it never stops"],
 )
 @pytest.mark.parametrize("request_bytes", [0, 1 << 20], ids=["reading", "writing"])
-def test_a_host_that_stalls_is_an_error_in_time(tmp_path: Path, program: str, request_bytes: int) -> None:
-    pipe = subprocess.PIPE
+def test_a_host_that_stalls_is_an_error_in_time(program: str, request_bytes: int) -> None:
+    pipe, request = subprocess.PIPE, {"request": "x" * request_bytes} if request_bytes else None
     site = Site("python", {}, path="")
     with subprocess.Popen(["sh", "-c", program], stdin=pipe, stdout=pipe, start_new_session=True) as running:
-        peer = HostPeer("b", running, tmp_path / "stderr", site)
+        peer = HostPeer("b", running, io.BytesIO(), site)
         try:
             with pytest.raises(LaunchError, match=r"host 'b' did not report its facts within 0\.3 s"):
-                peer.exchange("report its facts", 0.3, {"request": "x" * request_bytes} if request_bytes else None)
+                peer.exchange("report its facts", Deadline(0.3), request)
         finally:
             os.killpg(running.pid, signal.SIGKILL)
 
@@ -153,10 +152,3 @@ def test_findings_name_the_host_and_the_error() -> None:
     assert finding.message.startswith("host b: /dev/shm has 0 MiB free")
     (finding,) = find([report(), report("b", versions={**VERSIONS, "torch": None})])
     assert "torch differs: a has 2.13.0+cpu, b has none" in finding.message
-    head = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
-    after = "-" * 40 + "\nPrimary job terminated normally, but 1 process returned\n" + "-" * 40
-    assert summarize_failure(f"{head}dualdist.errors.TopologyError: two ranks\n{after}") == (
-        "dualdist.errors.TopologyError: two ranks"
-    )
-    assert summarize_failure("bash: no such program\n-----\n") == "bash: no such program"
-    assert summarize_failure("\n---\n") == ""

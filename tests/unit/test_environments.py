@@ -1,11 +1,9 @@
 """Detection of environments recorded from real launches, and of those in launchers' manuals and sources."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,48 +131,34 @@ Env = dict[str, str]
 ALL = frozenset({"local_rank", "local_size", "node_rank", "num_nodes"})
 
 
-def rows(names: Sequence[str], *values: Sequence[object], **same: str) -> list[Env]:
-    return [dict(zip(names, map(str, row), strict=True)) | same for row in values]
-
-
 def place(found: Topology) -> tuple[int, ...]:
     return (found.rank, found.size, found.local_rank, found.local_size, found.node_rank, found.num_nodes)
 
 
+def two_by_two(ranks: str, local_ranks: str, node_ranks: str = "", **same: str) -> list[Env]:
+    """Two ranks on each of two nodes: the variables that have these numbers, and those that all ranks share."""
+    return [
+        same
+        | dict.fromkeys(ranks.split(), str(rank))
+        | dict.fromkeys(local_ranks.split(), str(rank % 2))
+        | dict.fromkeys(node_ranks.split(), str(rank // 2))
+        for rank in range(4)
+    ]
+
+
 # Lightning's LSFEnvironment; jsrun also sets Open MPI's variables.
-JSM = rows(
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),
-    *((0, 0, 0), (1, 1, 1), (2, 0, 2), (3, 1, 3)),
-    JSM_NAMESPACE_SIZE="4",
-    JSM_NAMESPACE_LOCAL_SIZE="2",
-    OMPI_COMM_WORLD_SIZE="4",
-    LSB_JOBID="1",
-)
+JSM_SIZES = {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4", "LSB_JOBID": "1"}
+JSM_RANKS = ("JSM_NAMESPACE_RANK OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_LOCAL_RANK")
+JSM = two_by_two(*JSM_RANKS, **JSM_SIZES)
 # MVAPICH2's mpispawn.c.
-MVAPICH = rows(
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "PMI_ID"),
-    *((0, 0, 0), (1, 1, 1), (2, 0, 2), (3, 1, 3)),
-    MV2_COMM_WORLD_SIZE="4",
-    MV2_COMM_WORLD_LOCAL_SIZE="2",
-)
+MVAPICH_SIZES = {"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_SIZE": "2"}
+MVAPICH = two_by_two("MV2_COMM_WORLD_RANK PMI_ID", "MV2_COMM_WORLD_LOCAL_RANK", **MVAPICH_SIZES)
 # Job scripts for ALCF's Polaris and Aurora.
-PALS = rows(
-    ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_NODEID", "PMI_RANK", "PMI_LOCAL_RANK"),
-    *((0, 0, 0, 0, 0), (1, 1, 0, 1, 1), (2, 0, 1, 2, 0), (3, 1, 1, 3, 1)),
-    PMI_SIZE="4",
-    PMI_LOCAL_SIZE="2",
-    PALS_APID="a",
-    PBS_JOBID="1",
-)
+PALS_SIZES = {"PMI_SIZE": "4", "PMI_LOCAL_SIZE": "2", "PALS_APID": "a", "PBS_JOBID": "1"}
+PALS = two_by_two("PALS_RANKID PMI_RANK", "PALS_LOCAL_RANKID PMI_LOCAL_RANK", "PALS_NODEID", **PALS_SIZES)
 # flux-environment(7).
-FLUX = rows(
-    ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "PMI_RANK"),
-    *((0, 0, 0), (1, 1, 1), (2, 0, 2), (3, 1, 3)),
-    FLUX_JOB_SIZE="4",
-    FLUX_JOB_NNODES="2",
-    PMI_SIZE="4",
-    PMI_FD="5",
-)
+FLUX_SIZES = {"FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "PMI_SIZE": "4", "PMI_FD": "5"}
+FLUX = two_by_two("FLUX_TASK_RANK PMI_RANK", "FLUX_TASK_LOCAL_ID", **FLUX_SIZES)
 BLOCK = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
 
 
@@ -251,6 +235,8 @@ def test_horovodruns_node_is_inferred_on_even_hosts_and_its_cross_rank_is_none_o
         ({"MASTER_ADDR": "n1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
          "GROUP_WORLD_SIZE": "2"}, *("torchrun", (1, 4, 1, 2, 0, 2), set())),
         ({"MASTER_ADDR": "n1", "GROUP_RANK": "1"}, "torchrun", (1, 4, 0, 1, 1, 4), ALL - {"node_rank"}),
+        ({"MASTER_ADDR": "n1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"},
+         *("torchrun", (1, 4, 1, 2, 0, 2), {"local_rank", "local_size"})),
     ],
 )  # fmt: skip
 def test_rank_and_world_size_without_a_launcher(
@@ -295,22 +281,10 @@ def test_a_batch_script_of_pbs_is_one_rank_and_a_task_of_pbsdsh_is_refused() -> 
 
 
 # IBM Spectrum MPI under jsrun: PMIx gives the rank, Open MPI's variables the local rank too.
-SPECTRUM = rows(
-    (
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "PMIX_RANK",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-    ),
-    *((0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (2, 0, 2, 2, 0), (3, 1, 3, 3, 1)),
-    JSM_NAMESPACE_SIZE="4",
-    JSM_NAMESPACE_LOCAL_SIZE="2",
-    JSM_NAMESPACE_ID="1",
-    PMIX_NAMESPACE="1",
-    OMPI_COMM_WORLD_SIZE="4",
-    OMPI_COMM_WORLD_LOCAL_SIZE="2",
-    LSB_JOBID="1",
+SPECTRUM = two_by_two(
+    f"{JSM_RANKS[0]} PMIX_RANK",
+    f"{JSM_RANKS[1]} OMPI_COMM_WORLD_LOCAL_RANK",
+    **JSM_SIZES | {"JSM_NAMESPACE_ID": "1", "PMIX_NAMESPACE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
     LSB_DJOB_RANKFILE="/a/rankfile",
 )
 

@@ -1,7 +1,5 @@
 """Incomplete, impossible and contradicting variables: errors that name them, never a job of one rank."""
 
-from __future__ import annotations
-
 import pytest
 from doctor_facts import recorded
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """The examples' options (flags over --config over defaults, one line for whatever is wrong) and data sets."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib

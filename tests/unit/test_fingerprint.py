@@ -1,14 +1,12 @@
 """Fingerprints: equal for equal bits, and different if any bit differs."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 
 import pytest
 import torch
 
-from dualdist.collectives.drift import CHUNK_WORDS, digest, fingerprints
+from dualdist.collectives.consistency import CHUNK_WORDS, digest, fingerprints
 
 DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
 

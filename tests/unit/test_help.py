@@ -1,16 +1,19 @@
 """--help fits a screen and has examples that are right; a shell completes; colours are for terminals."""
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import importlib.util
 import io
 import os
+import pty
 import re
+import select
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
@@ -18,6 +21,7 @@ from harness.installed import lack
 
 from dualdist.cli import COMMANDS, EXAMPLES, build_parser, main
 from dualdist.cli.bench import BENCHMARKS
+from dualdist.cli.completion import EXAMPLES as EXAMPLES_OF_COMPLETION
 from dualdist.cli.doctor import Painter
 from dualdist.cli.help_formatter import HEIGHT, WIDTH
 
@@ -45,7 +49,7 @@ def test_help_fits_a_screen_and_has_examples_that_the_command_knows(words: tuple
     assert [line for line in lines if len(line) > WIDTH] == []
     assert examples(text)
     for example in examples(text):
-        typed = shlex.split(example)
+        typed = shlex.split(re.sub(r'^eval "\$\(|\)".*| \| source.*', "", example))
         own = typed[typed.index("dualdist") + 1 :]
         build_parser(own[0]).parse_args(own)
     listed = {(): (*COMMANDS, *EXAMPLES), ("bench",): BENCHMARKS}.get(words, ())
@@ -76,7 +80,7 @@ def completing(base_env: Mapping[str, str]) -> Mapping[str, str]:
     ("line", "expected"),
     [
         ("dualdist ", set(COMMANDS)),
-        ("dualdist comp", {"compare"}),
+        ("dualdist comp", {"compare", "completion"}),
         ("dualdist run --launcher ", {"torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "spawn", "python"}),
         ("dualdist run --backend h", {"horovod"}),
         ("dualdist run --tag", {"--tag-output"}),
@@ -87,9 +91,9 @@ def completing(base_env: Mapping[str, str]) -> Mapping[str, str]:
     ],
 )
 def test_a_shell_completes(completing: Mapping[str, str], line: str, expected: set[str]) -> None:
-    """bash calls the function that the README's line defines when Tab is pressed."""
+    """bash calls the function that the line of --help defines when Tab is pressed."""
     script = (
-        'eval "$(register-python-argcomplete dualdist)"; complete -p dualdist >&2; COMP_TYPE=9; '
+        'eval "$(dualdist completion bash)"; complete -p dualdist >&2; COMP_TYPE=9; '
         'COMP_POINT=${#COMP_LINE}; _python_argcomplete dualdist; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     env = {**completing, "COMP_LINE": line}
@@ -97,6 +101,39 @@ def test_a_shell_completes(completing: Mapping[str, str], line: str, expected: s
     assert "-F _python_argcomplete" in done.stderr, done
     found = {word.strip() for word in done.stdout.split("\n") if word.strip()} - {"-h", "--help"}
     assert found == expected or (line == "dualdist " and found - {"--version"} == expected), done
+
+
+SHELLS = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"], "fish": ["--no-config", "--interactive"]}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_tab_completes_in_a_terminal_of_each_shell(completing: Mapping[str, str], shell: str, tmp_path: Path) -> None:
+    """The line of --help is typed, then `dualdist inf`, Tab and Enter, which runs `dualdist info`."""
+    if shutil.which(shell) is None:
+        lack(shell, shell)
+    line = next(each.partition("#")[0].strip() for each in EXAMPLES_OF_COMPLETION if f"completion {shell}" in each)
+    env = {**completing, "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "TERM": "dumb"}
+    ours, theirs = pty.openpty()
+    start = ["setsid", "--ctty", shell, *SHELLS[shell]]
+    job = subprocess.Popen(start, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        os.write(ours, f"{line}\rdualdist inf\t\rexit\r".encode())
+        seen = read_terminal(ours)
+    finally:
+        os.close(ours)
+        job.kill()
+        job.wait()
+    assert "backend single, rank 0 of 1" in seen, seen
+
+
+def read_terminal(terminal: int) -> str:
+    """Read until the shell ends, or is silent for too long."""
+    seen = b""
+    with contextlib.suppress(OSError):  # Linux's end of a terminal
+        while select.select([terminal], [], [], 30.0)[0]:
+            seen += os.read(terminal, 4096)
+    return seen.decode(errors="replace")
 
 
 @pytest.mark.parametrize(
@@ -123,15 +160,31 @@ def test_colours_are_for_terminals_that_allow_them(
     [
         ("run -np 2 --launchr spawn train.py", "usage: dualdist run .*did you mean '--launcher'[?]"),
         ("bench step --backands native", "usage: dualdist bench step .*did you mean '--backend'[?]"),
+        ("runn -np 2 train.py", "usage: dualdist .*did you mean 'run'[?]"),
+        ("bench stepp", "usage: dualdist bench .*did you mean 'step'[?]"),
         ("compare --zzz", "usage: dualdist compare .*unrecognized arguments: --zzz$"),
     ],
 )
-def test_mistyped_options_are_reported(line: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_words_are_reported(line: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(line))
     assert ended.value.code == 2
     message = capsys.readouterr().err
     assert re.search(output, message.strip(), re.DOTALL), message
+
+
+@pytest.mark.parametrize(
+    ("line", "output"),
+    [("", "usage: dualdist COMMAND"), ("help", "usage: dualdist COMMAND"), ("help run", "usage: dualdist run"),
+     ("bench", "usage: dualdist bench COMMAND"), ("version", "dualdist [0-9]")],
+)  # fmt: skip
+def test_help_and_version_are_words_too_and_no_word_is_help(
+    line: str, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 0
+    assert re.match(output, capsys.readouterr().out)
 
 
 def test_a_closed_pipe_causes_no_traceback(base_env: Mapping[str, str]) -> None:

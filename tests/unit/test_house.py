@@ -1,9 +1,8 @@
 """The house rules that a linter cannot see: who imports whom, and when; docstrings with examples that run."""
 
-from __future__ import annotations
-
 import ast
 import doctest
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import dualdist as dd
+from dualdist.utils import variables
 
 PACKAGE = Path(dd.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -20,7 +20,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MEASURED = {"bench/ranks/training.py", "bench/ranks/cold_start.py"}
 # What only some files may name, nested imports included.
 RESERVED = {
-    "torch.distributed": {*(f"backends/native/{name}.py" for name in ("backend", "startup", "store")), *MEASURED},
+    "torch.distributed": {
+        *(f"backends/native/{name}.py" for name in ("backend", "startup", "store")),
+        *(f"c10d/{name}.py" for name in ("__init__", "connection", "process_group", "work")),
+        *MEASURED,
+    },
     "horovod": {
         *(f"backends/horovod/{name}.py" for name in ("backend", "driver", "startup")),
         *("horovod_build/smoke_test.py", *MEASURED),
@@ -68,6 +72,32 @@ def test_importing_it_loads_no_torch(module: str, base_env: Mapping[str, str]) -
     code = f"import sys, {module}; print([m for m in ('torch', 'horovod', 'mpi4py', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=dict(base_env), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_table_of_variables_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other is a warning in dd.init(), with the nearest one of the table."""
+    written = {name for path in MODULES for name in re.findall(r"DUALDIST_[A-Z_]*[A-Z]", path.read_text())}
+    assert written <= set(variables.NAMES)
+    monkeypatch.setenv("DUALDIST_BAKEND", "mpi")
+    with pytest.warns(UserWarning, match="DUALDIST_BAKEND is set, .*; did you mean 'DUALDIST_BACKEND'") as found:
+        dd.init()
+    dd.shutdown()
+    assert found[0].filename == __file__, "the program's line"
+
+
+def test_a_variable_orders_reductions_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUALDIST_REDUCTION", "ordered")
+    dd.init()
+    try:
+        for group in (None, dd.new_group([0])):
+            with pytest.raises(dd.UsageError, match="reduction='ordered' with op 'adasum'"):
+                dd.allreduce(torch.ones(1), "adasum", group=group)
+        dd.allreduce(torch.ones(1), "adasum", reduction="unordered")
+    finally:
+        dd.shutdown()
+    monkeypatch.setenv("DUALDIST_REDUCTION", "rank")
+    with pytest.raises(dd.UsageError, match="DUALDIST_REDUCTION 'rank': expected one of ordered, unordered"):
+        dd.init()
 
 
 # They start processes, change the process that calls them, or, as a module, have their example in the README.

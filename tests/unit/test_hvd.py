@@ -1,7 +1,5 @@
 """dualdist.hvd: every public name of Horovod with its signature, `horovod.run`, handles of concurrent collectives."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Horovod's elastic states, samplers and loop, in one process."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """Job files: the values of every key, and one error message with file and line for each mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,9 +1,9 @@
-"""The YAML for Kubernetes against the operators' own models: no unknown field, right types, all that is required."""
+"""The YAML for Kubernetes against Kubeflow's own models: no unknown field, right types, all that is required."""
 
-from __future__ import annotations
-
+import copy
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 
 def check(document: dict[str, Any]) -> None:
+    if document["apiVersion"] == "trainer.kubeflow.org/v1alpha1":
+        kind = getattr(importlib.import_module("kubeflow_trainer_api.models"), f"TrainerV1alpha1{document['kind']}")
+        # from_dict() checks types and drops what it does not know.
+        assert kind.from_dict(copy.deepcopy(document)).to_dict() == document, "spec has no ..."
+        return
     if document["kind"] == "PyTorchJob":
         assert document["apiVersion"] == "kubeflow.org/v1"
         build("KubeflowOrgV1PyTorchJob", document, "job")
@@ -75,28 +80,30 @@ def check(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_fits_the_operators_models(path: Path) -> None:
-    (document,) = documents(path.read_text())
-    check(document)
-    document["spec"]["nprocPerNod"] = "4"
-    with pytest.raises(AssertionError, match="has no"):
+    for document in documents(path.read_text()):
         check(document)
+        document["spec"]["nprocPerNod"] = "4"
+        with pytest.raises(AssertionError, match="has no"):
+            check(document)
+
+
+REQUEST = ScriptRequest(
+    ("-m", "package.train", "--note", 'a "quoted" word: #1'),
+    "torchrun",
+    tasks_per_node=2,
+    gpus_per_node=2,
+    memory="1.5G",
+    time="1-00:00:00",
+    queue="007",
+    container="registry/image@sha256:0",
+    env={"A": "1"},
+)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_generated_yaml_fits_the_operators_models(launcher: str, nodes: int) -> None:
-    request = ScriptRequest(
-        ("-m", "package.train", "--note", 'a "quoted" word: #1'),
-        launcher,
-        nodes=nodes,
-        tasks_per_node=2,
-        gpus_per_node=2,
-        memory="1.5G",
-        time="1-00:00:00",
-        queue="007",
-        container="registry/image@sha256:0",
-        env={"A": "1"},
-    )
+    request = replace(REQUEST, launcher=launcher, nodes=nodes)
     (document,) = documents(job_script("kubernetes", request))
     check(document)
     assert document["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "007"}, "labels are texts"
@@ -110,3 +117,46 @@ def test_generated_yaml_fits_the_operators_models(launcher: str, nodes: int) -> 
         assert {"name": "A", "value": "1"} in container["env"]
     last = specs["Launcher" if launcher == "mpirun" else "Master"]["template"]["spec"]["containers"][0]["command"]
     assert last[-4:] == ["-m", "package.train", "--note", 'a "quoted" word: #1']
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_train_job_and_its_runtime_fit_the_models_of_trainer(launcher: str, nodes: int) -> None:
+    request = replace(REQUEST, launcher=launcher, nodes=nodes, requeue=120, kubeflow="v2")
+    runtime, job = documents(job_script("kubernetes", request))
+    check(runtime)
+    check(job)
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob"), (
+        "the job is refused before its runtime is there"
+    )
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == job["metadata"]["name"] == "train"
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "007"}, "labels are texts"
+    assert job["spec"]["activeDeadlineSeconds"] == 86400
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (nodes, 2)
+    assert {"name": "A", "value": "1"} in trainer["env"]
+    words = [*trainer["command"], *trainer.get("args", [])]
+    assert words[-4:] == ["-m", "package.train", "--note", 'a "quoted" word: #1']
+    policy = runtime["spec"]["mlPolicy"]
+    assert policy.keys() == ({"torch"} if launcher == "torchrun" else {"mpi", "numNodes"})
+    jobs = {one["name"]: one["template"] for one in runtime["spec"]["template"]["spec"]["replicatedJobs"]}
+    # Trainer puts the command of a TrainJob into the container `node` of the job with this label.
+    step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    labelled = [name for name, one in jobs.items() if one.get("metadata") == {"labels": step}]
+    assert labelled == (["node"] if launcher == "torchrun" else ["launcher"])
+    for one in jobs.values():
+        assert one["spec"]["backoffLimit"] == 0, "all pods restart, or none"
+        assert one["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120
+        assert [each["name"] for each in one["spec"]["template"]["spec"]["containers"]] == ["node"]
+    (worker,) = jobs["node"]["spec"]["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"] == {"cpu": "2", "memory": "1536Mi", "nvidia.com/gpu": "2"}
+    assert worker["volumeMounts"] == [{"name": "shared", "mountPath": "/dev/shm"}]
+
+
+@pytest.mark.parametrize("name", ["7", "a" * 60, "Train.v2_x", "a" * 39 + "-b"])
+def test_names_of_a_train_job_are_ones_that_kubernetes_allows(name: str) -> None:
+    """RFC 1035 labels, with room in 63 characters for the longest name of a pod."""
+    request = ScriptRequest(("train.py",), "mpirun", container="image", job_name=name, kubeflow="v2")
+    _, job = documents(job_script("kubernetes", request))
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
+    assert len(f"{job['metadata']['name']}-launcher-0-0-abcde") <= 63

@@ -1,8 +1,7 @@
 """Failed jobs: the first failing rank, its traceback, the exit code; relays and variables of ranks."""
 
-from __future__ import annotations
-
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -150,6 +149,7 @@ def test_a_failure_is_described_with_rank_host_and_signal() -> None:
         rank.RankSettings(("train.py", "--tag", "-m")),
         rank.RankSettings(("-m", "train", "--log-dir=x"), has_tag=True, folder="a b"),
         rank.RankSettings(("x.py",), has_tag=True, folder="logs"),
+        rank.RankSettings(("x.py", "--terminal"), has_terminal=True),
     ],
 )
 def test_a_ranks_words_and_address_are_read_as_they_were_written(settings: rank.RankSettings) -> None:
@@ -160,6 +160,20 @@ def test_a_ranks_words_and_address_are_read_as_they_were_written(settings: rank.
     assert control_channel.ControlAddress.loads(address.dumps()) == address
     assert control_channel.loads(control_channel.RankHello, b"GET / HTTP/1.1") is None
     assert control_channel.loads(control_channel.RankEnded, b'{"code": 1}') is None
+
+
+def test_a_rank_that_reaches_no_dualdist_run_names_each_address_and_why() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        port = unused.getsockname()[1]
+        address = control_channel.ControlAddress(("127.0.0.1", "localhost"), port, "secret")
+        hello = control_channel.RankHello("secret", 0, "n1")
+        with pytest.raises(
+            control_channel.ControlChannelError,
+            match=rf"port {port}, 127\.0\.0\.1: Connection refused; localhost: Connection refused",
+        ) as caught:
+            control_channel.connect(address, hello)
+    assert caught.value.is_gone
 
 
 @pytest.mark.parametrize(
@@ -194,7 +208,7 @@ def test_a_reader_that_has_gone_ends_the_writer() -> None:
     (source, writer), (reader, target) = os.pipe(), os.pipe()
     relay = OutputRelay(source, [target])
     os.close(reader)
-    os.write(writer, b"a")
+    os.write(writer, b"a\n")
     relay.pump()
     assert not relay.is_open
     with pytest.raises(BrokenPipeError):
@@ -203,7 +217,42 @@ def test_a_reader_that_has_gone_ends_the_writer() -> None:
         os.close(end)
 
 
-OURS, OMP = {"PYTHONUNBUFFERED": "1"}, "OMP_NUM_THREADS"
+def test_lines_of_several_writers_stay_whole_and_a_prompt_is_shown() -> None:
+    (source, writer), (reader, target) = os.pipe(), os.pipe()
+    relay = OutputRelay(source, [target])
+    for word in (b"10%\r", b"a ", b"b\nc"):
+        os.write(writer, word)
+        relay.pump()
+    assert os.read(reader, 1000) == b"10%\ra b\n"
+    while relay.has_partial_line:
+        relay.flush_partial_line()
+    assert os.read(reader, 1000) == b"c"
+    for end in (writer, target, reader, source):
+        os.close(end)
+
+
+def test_what_a_launcher_writes_between_frames_is_hidden_after_a_failure() -> None:
+    """The frames of two ranks and the launcher's words come in any order, and in any pieces."""
+    (source, pipe), (reader, target) = os.pipe(), os.pipe()
+    (ranks, writer), failing = os.pipe(), []
+    wrapper = OutputRelay(ranks, [pipe], framed=pipe)
+    relay = OutputRelay(source, [target], hides_unframed=lambda: bool(failing))
+    os.write(pipe, b"a warning\n")
+    os.write(writer, b"of a \x1frank\nand " + b"x" * 5000 + b"\n")
+    wrapper.pump()
+    relay.pump()
+    failing.append(True)
+    os.write(pipe, b"Traceback\n\x1ehalf a")
+    relay.pump()
+    os.write(pipe, b" frame\x1fChildFailedError\n")
+    relay.pump()
+    expected = b"a warning\nof a rank\nand " + b"x" * 5000 + b"\nhalf a frame"
+    assert os.read(reader, 10000) == expected
+    for end in (source, pipe, reader, target, ranks, writer):
+        os.close(end)
+
+
+OMP = "OMP_NUM_THREADS"
 JOBS = {"PYTHONPATH": "/p", "NCCL_DEBUG": "INFO", OMP: "7", "DUALDIST_BACKEND": "native"}
 OTHERS = ("DUALDIST_JOB", "DUALDIST_RUN", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", "PATH")
 
@@ -211,10 +260,10 @@ OTHERS = ("DUALDIST_JOB", "DUALDIST_RUN", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", 
 @pytest.mark.parametrize(
     ("environ", "given", "options", "expected"),
     [
-        ({}, {}, {}, OURS | {OMP: "4"}),
-        ({OMP: "7"}, {}, {}, OURS),
-        ({OMP: "7"}, {OMP: "2"}, {}, OURS | {OMP: "2"}),
-        (JOBS | dict.fromkeys(OTHERS, "x"), {}, {"has_hosts": True}, JOBS | OURS),
+        ({}, {}, {}, {OMP: "4"}),
+        ({OMP: "7"}, {}, {}, {}),
+        ({OMP: "7"}, {OMP: "2"}, {}, {OMP: "2"}),
+        (JOBS | dict.fromkeys(OTHERS, "x"), {}, {"has_hosts": True}, JOBS),
     ],
     ids=["ours", "the user's", "the job's", "other hosts get the job's"],
 )

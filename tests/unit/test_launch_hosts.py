@@ -1,7 +1,5 @@
 """Hosts: parsing, probing, and errors of unusable ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The exact command line of each launcher, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Running a command: how it ends, what is reported, and that nothing outlives it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

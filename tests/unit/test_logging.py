@@ -1,7 +1,5 @@
 """Printing, logs, progress, and tracebacks without frames of dualdist."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import dualdist as dd
 from dualdist.logging import _ProgressBar
 
 LOGS = """
@@ -50,6 +49,30 @@ def test_logs_name_the_rank_once_and_other_ranks_are_quiet(base_env: Mapping[str
     assert python(base_env, "-c", program).stderr.count("once") == 1
     wrong = python(base_env, "-c", "import dualdist as dd; dd.setup_logging('LOUD')")
     assert "level 'LOUD': expected one of Python's logging" in wrong.stderr
+
+
+def test_dualdist_run_that_tags_lines_or_has_a_terminal_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dd.init()
+    for shown, expected in (("", "[0] a\n[0] b\n"), ("tagged", "a\nb\n"), ("terminal", "[0] a\n[0] b\n")):
+        monkeypatch.setenv("DUALDIST_OUTPUT", shown)
+        dd.print("a\nb", rank=None)
+        assert list(dd.progress(range(2))) == [0, 1]
+        out, err = capsys.readouterr()
+        assert (out, err[:1]) == (expected, "\r" if shown == "terminal" else "1")
+    dd.shutdown()
+
+
+def test_a_line_and_its_end_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI tags each piece that it reads, and under horovodrun a rank's standard output is unbuffered."""
+    written: list[str] = []
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", written.append)
+    dd.init()
+    dd.print("a", 1, file=stream)
+    dd.shutdown()
+    assert [text for text in written if text] == ["a 1\n"]
 
 
 PROGRESS = "import dualdist as dd; print([x for x in dd.progress(range(30), 'epoch 1')] == list(range(30)))"
@@ -152,6 +175,14 @@ def test_an_error_of_a_rank_shows_the_programs_frames_only(
     assert f"{os.sep}dualdist{os.sep}" not in shown, shown
 
 
+def test_ranks_of_spawn_that_would_spawn_ranks_are_one_sentence(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import dualdist as dd\ndd.spawn(print, 2)\n")
+    shown = python(base_env, str(script)).stderr
+    assert shown.count("Error: ") == 1, shown
+    assert "UsageError: the ranks of dd.spawn import script.py, which calls dd.spawn again: put that call" in shown
+
+
 @pytest.mark.full
 def test_other_errors_and_other_hooks_are_left_alone(base_env: Mapping[str, str]) -> None:
     plain = python(base_env, "-c", "import dualdist as dd; dd.init(); 1 / 0").stderr
@@ -164,7 +195,7 @@ def test_other_errors_and_other_hooks_are_left_alone(base_env: Mapping[str, str]
 @pytest.mark.full
 def test_ipython_shows_the_programs_frames_too(base_env: Mapping[str, str], tmp_path: Path) -> None:
     """As in a notebook: the cell's line and the error only."""
-    cells = "import dualdist as dd\ndd.init()\ndd.init()\n1 / 0\n"
+    cells = "import dualdist as dd\ndd.init()\ndd.init()\n1 / 0\ndd.run(lambda: {}['the key'], np=1)\n"
     output = {}
     for debug in ("0", "1"):
         env = {**base_env, "DUALDIST_DEBUG": debug, "IPYTHONDIR": str(tmp_path), "HOME": str(tmp_path)}
@@ -174,5 +205,7 @@ def test_ipython_shows_the_programs_frames_too(base_env: Mapping[str, str], tmp_
     for text in output.values():
         assert "AlreadyInitializedError: dd.init() was called a second time" in text, text
         assert "ZeroDivisionError" in text
+        assert "KeyError: 'the key'" in text
     assert "session.py" in output["1"]
     assert "session.py" not in output["0"], output["0"]
+    assert "spawn.py" not in output["0"], output["0"]

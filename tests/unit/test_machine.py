@@ -1,7 +1,5 @@
 """Description of a machine, its CPU and memory use, and limits of control groups from files of real containers."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

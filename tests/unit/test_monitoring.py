@@ -1,14 +1,7 @@
 """Monitored operations: wait times, timeout reports, stacks of threads, and probes between ranks."""
 
-from __future__ import annotations
-
 import math
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,9 +27,7 @@ from dualdist.monitoring.process_state import (
     trim_stack,
 )
 from dualdist.monitoring.rank_probe import (
-    ANSWER_S,
     IN_PROGRAM,
-    POLL_S,
     RankPosition,
     RankProbe,
     SilentRank,
@@ -232,35 +223,6 @@ def test_the_table_starts_with_the_slowest_rank() -> None:
 
 
 Enroll = Callable[[int, int], list[RankProbe]]
-# Seconds that the interpreter takes to exit.
-TAKES_S = 3
-STORE = """
-import sys
-from dualdist.backends.native import store as native_store
-from dualdist.utils.deadline import Deadline
-from dualdist.utils.network_interfaces import LOOPBACK, open_listener
-listener = open_listener(0, loopback_only=True)
-port = listener.getsockname()[1]
-kept = native_store.connect(LOOPBACK, port, listener, Deadline(10))
-print(port, flush=True)
-sys.stdin.read()
-"""
-RANK = """
-import sys
-import time
-from dualdist.backends.native import store as native_store
-from dualdist.utils.deadline import Deadline
-from dualdist.utils.network_interfaces import LOOPBACK
-from dualdist.monitoring.rank_probe import RankProbe
-RankProbe(native_store.connect(LOOPBACK, int(sys.argv[1]), None, Deadline(10)), 1, "key", [None] * 2, 60)
-class TakesLongToEnd:
-    seconds = float(sys.argv[2])
-    def __del__(self):
-        time.sleep(self.seconds)  # a thread that comes back meanwhile is ended by the interpreter
-kept = TakesLongToEnd()
-print("there", flush=True)
-sys.stdin.readline()
-"""
 
 
 @pytest.fixture
@@ -314,34 +276,6 @@ def test_leaving_a_nested_operation_returns_to_the_outer_one(enroll: Enroll) -> 
             pass
         locations = {position.location for position in probes[1].query().positions if 0 in position.seconds}
     assert locations == {"in join"}
-
-
-@pytest.mark.full
-def test_a_rank_exits_cleanly_while_its_store_is_stopped() -> None:
-    """Also if the store resumes during interpreter shutdown."""
-    with _run_python(STORE) as store:
-        port = _line(store)
-        with _run_python(RANK, port, str(TAKES_S)) as rank:
-            _line(rank)
-            os.kill(store.pid, signal.SIGSTOP)
-            try:
-                time.sleep(POLL_S + 0.5)  # by now its thread waits for the store
-                print(file=rank.stdin, flush=True)
-                time.sleep(2 * ANSWER_S + TAKES_S / 2)  # by now it has waited as long as it does
-            finally:
-                os.kill(store.pid, signal.SIGCONT)
-            _, stderr = rank.communicate(timeout=20)
-        assert rank.returncode == 0, stderr
-        store.communicate(timeout=20)
-
-
-def _run_python(code: str, *args: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code, *args], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def _line(process: subprocess.Popen[str]) -> str:
-    return process.stdout.readline().strip()
 
 
 @pytest.mark.parametrize("method", [MonitoredWork.done, MonitoredWork.wait])

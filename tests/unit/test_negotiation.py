@@ -1,7 +1,5 @@
 """The response that every rank computes from the requests of all ranks, without processes."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Preemption: the last step of ranks in threads over a real store; signals and notice files."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -119,6 +117,22 @@ def test_threads_share_one_last_step() -> None:
         assert [thread.name for thread in threading.enumerate()].count("dualdist-last-step") == 1
         dd.elastic.request_stop()
         assert dd.elastic.should_stop()
+        dd.shutdown()
+
+
+def test_a_loop_of_its_own_answers_the_notice_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the job script does not queue the job again."""
+    path = tmp_path / "stop"
+    monkeypatch.setenv("DUALDIST_NOTICE", str(path))
+    dd.init()
+    try:
+        assert not dd.elastic.should_stop()
+        path.touch()
+        training_state.last_step().notice.poll()
+        assert not (tmp_path / "stop.done").exists()
+        assert dd.elastic.should_stop()
+        assert (tmp_path / "stop.done").exists()
+    finally:
         dd.shutdown()
 
 

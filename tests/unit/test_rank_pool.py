@@ -1,7 +1,5 @@
 """RankPool: results in rank order, the name of a failed task, new ranks for lost ones."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""The READMEs: commands that the command line knows, the table of launchers and backends, the tests they name."""
-
-from __future__ import annotations
+"""The READMEs and the manual: commands that the command line knows, the table of launchers and backends, tests."""
 
 import argparse
 import re
@@ -16,7 +14,8 @@ from harness.base_env import ROOT
 
 from dualdist.cli import COMMANDS, build_parser
 
-FILES = (*sorted(path.relative_to(ROOT) for path in ROOT.glob("*/README.md")), Path("README.md"))
+PAGES = sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/pages/**/*.md"))
+FILES = (*sorted(path.relative_to(ROOT) for path in ROOT.glob("*/README.md")), Path("README.md"), *PAGES)
 # Words before a command of ours that are no part of it: variables, and what starts it somewhere else.
 BEFORE = r"(?:[A-Z_]+=\S+ +|docker run .*? dualdist +|docker compose exec hosta +|srun -n 1 +)*"
 COMMAND = re.compile(rf"^{BEFORE}(dualdist (?:{'|'.join(COMMANDS)})\b.*)$")
@@ -24,7 +23,9 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def lines(text: str) -> list[str]:
-    return [line for language, body in FENCED.findall(text) if language in ("", "sh") for line in body.splitlines()]
+    return [
+        line for language, body in FENCED.findall(text) if language in ("", "sh", "bash") for line in body.splitlines()
+    ]
 
 
 def inline(text: str) -> list[str]:
@@ -74,7 +75,7 @@ def test_an_option_that_a_readme_names_is_known(file: str, code: str) -> None:
     words = shlex.split(code, comments=True)
     known = parser_of(words[1])
     subparsers = [each for each in known._actions if isinstance(each, argparse._SubParsersAction)]
-    if subparsers:
+    if subparsers and len(words) > 2:
         known = subparsers[0].choices[words[2]]
     for word in words[2:]:
         if word == "--" or word.endswith(".py"):
@@ -104,20 +105,32 @@ TRAINED_ELSEWHERE = {"mpiexec (MPICH)": {"native"}}
 CARRIED_BY = {"native": "native", "Horovod over Gloo": "horovod gloo", "Horovod over MPI": "horovod mpi", "mpi": "mpi"}
 
 
-def matrix_of_readme() -> dict[str, dict[str, str]]:
-    lines = (ROOT / "README.md").read_text().splitlines()
+def matrix_of_manual() -> dict[str, dict[str, str]]:
+    lines = (ROOT / "docs/pages/guides/choosing-a-backend.md").read_text().splitlines()
     first = lines.index(f"| | {' | '.join(CARRIED_BY)} |")
     rows = [re.findall(r" ([^|]*?) (?=\|)", line) for line in lines[first + 2 : lines.index("", first)]]
     return {row[0]: dict(zip(CARRIED_BY, row[1:], strict=True)) for row in rows}
 
 
 @pytest.mark.parametrize("row", STARTED_BY)
-def test_what_the_readme_calls_tested_is_what_the_laws_run_on(row: str) -> None:
+def test_what_the_manual_calls_tested_is_what_the_laws_run_on(row: str) -> None:
     ran = {f"{cell.backend} {cell.transport}" for cell in CELLS if cell.started_by == STARTED_BY[row]}
     kept = {column for column, carrier in CARRIED_BY.items() if any(one.startswith(carrier) for one in ran)}
-    tested = {column for column, said in matrix_of_readme()[row].items() if said == "tested"}
+    tested = {column for column, said in matrix_of_manual()[row].items() if said == "tested"}
     assert tested == kept | TRAINED_ELSEWHERE.get(row, set())
-    assert [row for row in matrix_of_readme() if not row.startswith("srun")] == list(STARTED_BY)
+    assert [row for row in matrix_of_manual() if not row.startswith("srun")] == list(STARTED_BY)
+
+
+def test_the_readme_is_one_page_with_tables_of_the_manual() -> None:
+    lines = TEXTS["README.md"].splitlines()
+    assert len(lines) <= 250
+    for page, head in (
+        ("guides/choosing-a-backend.md", f"| | {' | '.join(CARRIED_BY)} |"),
+        ("benchmarks.md", "| | ResNet-18 "),
+    ):
+        manual = (ROOT / "docs/pages" / page).read_text().splitlines()
+        first, there = (next(i for i, line in enumerate(text) if line.startswith(head)) for text in (lines, manual))
+        assert lines[first : lines.index("", first)] == manual[there : manual.index("", there)]
 
 
 @pytest.mark.full

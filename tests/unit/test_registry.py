@@ -1,7 +1,5 @@
 """Backends by name: built in, of another package by its entry point, and registered by the program."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -86,7 +84,7 @@ def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pyt
 def test_a_benchmark_of_raw_libraries_refuses_a_backend_over_another_one(
     benchmark: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", benchmark, "--backend", "sockets", "--dry-run"]) == 1
+    assert main(["bench", benchmark, "--backend", "sockets", "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"backend 'sockets': bench {benchmark} compares a backend with the raw library beneath it, one of" in line
 

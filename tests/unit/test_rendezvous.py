@@ -1,7 +1,5 @@
 """Rendezvous: locations from reports, ranks that meet over a store (one thread each) or a file, elastic generations."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -18,10 +16,10 @@ from dualdist.backends.native import store as native_store
 from dualdist.backends.native.store import TcpStore
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.rendezvous import store_rendezvous
+from dualdist.rendezvous.address_exchange import FileAddressExchange
 from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig
 from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, assign_locations, make_report, with_location
 from dualdist.rendezvous.store_rendezvous import (
-    FileAddressExchange,
     LocationExchange,
     RendezvousResult,
     _interface,

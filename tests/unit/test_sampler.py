@@ -1,7 +1,5 @@
 """Shares of an epoch, compared with torch's DistributedSampler, and the state of a sampler and loader on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain, zip_longest
 from typing import Any

@@ -1,7 +1,5 @@
 """Job scripts: the exact text of one, the documented words of each scheduler, and what is refused."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping
@@ -115,7 +113,7 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ("train.py",), launcher, **given, hosts=("a", "b")[: given["nodes"] * (name == "ssh")], container="i"
     )
     body = job_script(name, request).partition("# ==== to here")[2]
-    starts = re.findall(r"(?:(\"\$\{container\[@\]\}\") )?(?:torchrun --|python \"\$\{program)", body)
+    starts = re.findall(r"(?:(\"\$\{container\[@\]\}\") )?(?:torchrun --|python -m dualdist exec \"\$\{program)", body)
     assert starts == ['"${container[@]}"']
 
 
@@ -157,6 +155,8 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ("kubernetes", {}, "--container registry/name:tag"),
         ("kubernetes", {"container": "image", "setup": ("module load x",)}, "must be in the image"),
         ("kubernetes", {"container": "image", "account": "a"}, "namespace"),
+        ("kubernetes", {"container": "image", "kubeflow": "2"}, "version of Kubeflow's API '2': expected one"),
+        ("slurm", {"kubeflow": "v2"}, "--kubeflow v2 with the scheduler slurm: it is for kubernetes; leave it out"),
     ],
 )  # fmt: skip
 def test_invalid_requests_are_refused(name: str, given: Mapping[str, Any], message: str) -> None:
@@ -238,7 +238,7 @@ def test_options_that_conflict_or_that_scripts_ignore_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    assert main(["run", *words.split(), "train.py"]) == 1
+    assert main(["run", *words.split(), "train.py"]) == 2
     output = capsys.readouterr()
     assert message in output.err
     assert output.out == ""
@@ -257,7 +257,7 @@ def test_a_file_that_a_person_changed_is_left_alone(capsys: pytest.CaptureFixtur
         assert main(words) == 0
     changed = path.read_text().replace("nodes=4", "nodes=8")
     path.write_text(changed)
-    assert (main(words), path.read_text()) == (1, changed)
+    assert (main(words), path.read_text()) == (2, changed)
     assert "job.sh exists with another text" in capsys.readouterr().err
 
 
@@ -275,7 +275,7 @@ def test_a_job_file_serves_hosts_and_schedulers_that_choose_nodes(
     words = ["run", "--config", str(tmp_path / "job.yaml"), "-np", "8"]
     assert main([*words, "--scheduler", "slurm"]) == 0
     assert "#SBATCH --ntasks" in capsys.readouterr().out
-    assert main([*words, "--dry-run"]) == 1
+    assert main([*words, "--dry-run"]) == 2
     assert "8 ranks on hosts with 4 slots" in capsys.readouterr().err
 
 

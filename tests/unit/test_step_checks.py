@@ -1,7 +1,5 @@
 """Detection of NaN and infinite gradients in every dtype and size, and its error messages."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Timeline: trace events from spans, and clock offsets from messages."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Invalid arguments raise a UsageError that says what was expected, and the session goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +51,33 @@ def test_an_invalid_argument_raises_usage_error_and_the_session_goes_on(session:
     with pytest.raises(UsageError, match=r"expected|takes|needs"):
         MISTAKES[name]()
     assert dd.allreduce(ONE).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: dd.allgather(ONE, axis=0), r"^allgather\(\) takes no argument 'axis'$"),
+        (lambda: dd.allreduce(ONE, average=True), r"^allreduce\(\) takes no argument 'average'; pass op=\"mean\" or "),
+        (lambda: dd.grouped_allreduce_([ONE], prescale_factor=2), "^grouped_allreduce_.*; pass prescale="),
+        (lambda: dd.broadcast(ONE, root_rank=0), "^broadcast.*; pass root="),
+        (lambda: dd.wrap_optimizer(ONE, bucket_mb=3), "^wrap_optimizer.*; did you mean 'bucket_cap_mb'"),
+        (lambda: dd.init(timeout=60), "^init.*; pass timeout_s="),
+    ],
+)
+def test_an_unknown_keyword_is_named_with_the_function_and_our_keyword(
+    session: None, call: Callable[[], Any], words: str
+) -> None:
+    """Also once torch's compiler is loaded, which an optimizer does."""
+    with pytest.raises(TypeError, match=words):
+        call()
+    torch.optim.SGD([ONE.clone()], 1.0)
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_a_name_of_torch_distributed_leads_to_ours() -> None:
+    with pytest.raises(AttributeError, match=r"'get_rank'; call dd\.rank$"):
+        getattr(dd, "get_rank")  # noqa: B009  (type checkers know that there is none)
 
 
 @pytest.mark.parametrize(("model", "kind", "words"), MODELS)

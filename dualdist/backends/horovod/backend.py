@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import importlib.util
 import socket
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from dualdist.backends.base import InitContext, PrivateBuffers, ReduceOp, Store, peer_error, timeout_error
+from dualdist.backends.base import ConvertedWork, InitContext, ReduceOp, Store, Work, filled, peer_error, timeout_error
 from dualdist.backends.horovod.driver import INTERFACE
 from dualdist.backends.mpi import world as mpi_world
 from dualdist.environments.horovodrun import ELASTIC, STORE_ADDRESS, STORE_PORT
@@ -39,7 +40,7 @@ from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
 from dualdist.utils.horovod_names import real_horovod
 from dualdist.utils.network_interfaces import StoreAddress
-from dualdist.utils.temporary_env import temporary_variables
+from dualdist.utils.variables import temporary_variables
 
 Controller = Literal["gloo", "mpi"]
 Variables = dict[str, "str | None"]  # None: unset
@@ -106,12 +107,17 @@ def import_horovod() -> ModuleType:
             f"this Horovod was built for torch {record.torch}, but torch {torch.__version__} is installed: "
             f"run `{INSTALL} --force` to build it again, or use --backend native"
         )
+    collects = gc.isenabled()
+    gc.disable()  # an import makes no garbage, and a search for it among all objects of torch takes 50 ms
     try:
         return importlib.import_module("horovod.torch")
     except (ImportError, OSError, AttributeError) as error:
         raise BackendUnavailableError(
             f"Horovod is installed but does not load ({error}): run `{INSTALL} --force`, or use --backend native"
         ) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 @real_horovod()
@@ -204,13 +210,15 @@ class ProcessSets:
         call_within(timeout_s, lambda: self._hvd.remove_process_set(process_set), late)
 
 
-class HorovodBackend(PrivateBuffers):
+class HorovodBackend:
     """Moves tensors through Horovod's engine, between the ranks of a process set; close() calls `leave`."""
 
     name = "horovod"
     supported_reduce_dtypes = REDUCE_DTYPES
     traceable = False
     done_means_all_started = True
+    mean_devices: frozenset[str] = frozenset()
+    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -233,13 +241,17 @@ class HorovodBackend(PrivateBuffers):
         self._leave = leave
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork:
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> HorovodWork:
+        filled(buffer, source)
         return self._start(
             lambda: self._hvd.allreduce_async_(buffer, name=name, op=self._ops[op], process_set=self._set)
         )
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
-        return self._start(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set))
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+        work = self._start(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set))
+        return work if output is None else ConvertedWork(work, output.copy_)
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
         return self._start(

@@ -25,9 +25,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualdist.backends.base import ALL_DTYPES, CompletedWork, InitContext, PrivateBuffers, ReduceOp, Work
+from dualdist.backends.base import (
+    ALL_DTYPES,
+    CompletedWork,
+    ConvertedWork,
+    InitContext,
+    ReduceOp,
+    Work,
+    filled,
+    gathered,
+)
 from dualdist.backends.mpi import world as mpi_world
-from dualdist.backends.mpi.work import BYTES_PER_S, DATATYPES, HostStagedWork, MpiBlockingCall, MpiCalls, MpiRequest
+from dualdist.backends.mpi.work import (
+    BYTES_PER_S,
+    DATATYPES,
+    HostStagedWork,
+    MpiBlockingCall,
+    MpiCalls,
+    MpiReceive,
+    MpiRequest,
+)
 from dualdist.errors import (
     CLOSED,
     CollectiveTimeoutError,
@@ -48,7 +65,7 @@ MAX_COUNT = (1 << 31) - 1
 WAIT_BUDGET_S = 0.02
 
 
-class MpiBackend(PrivateBuffers):
+class MpiBackend:
     """Moves tensors over a nonblocking and a blocking communicator: Note [two ways to reduce].
 
     A backend of one rank, or without this process, has no communicators.
@@ -58,6 +75,8 @@ class MpiBackend(PrivateBuffers):
     transport = "mpi"
     traceable = False
     done_means_all_started = True
+    mean_devices: frozenset[str] = frozenset()
+    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(
         self, mpi: MpiCalls | None, comms: tuple[Any, ...], ranks: Sequence[int], rank: int, timeout_s: float
@@ -76,8 +95,10 @@ class MpiBackend(PrivateBuffers):
         self._thread: threading.Thread | None = None
         self._children: list[MpiBackend] = []
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
-        return self._start(buffer, lambda given: self._allreduce(given, self.mpi.ops[op]), in_place=True)
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
+        return self._start(
+            filled(buffer, source), lambda given: self._allreduce(given, self.mpi.ops[op]), in_place=True
+        )
 
     def _allreduce(self, buffer: torch.Tensor, op: Any) -> Work:
         mpi, pieces, (nonblocking, blocking) = self.mpi, split_calls(buffer), self._comms
@@ -91,12 +112,14 @@ class MpiBackend(PrivateBuffers):
             buffer,
         )
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> Work:
-        return self._start(tensor, self._allgather)
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+        target = None if tensor.is_cuda else output
+        work = self._start(tensor, lambda given: self._allgather(given, target))
+        return work if output is None else ConvertedWork(work, output.copy_)
 
-    def _allgather(self, tensor: torch.Tensor) -> Work:
+    def _allgather(self, tensor: torch.Tensor, output: torch.Tensor | None) -> Work:
         mpi, comm = self.mpi, self._comms[0]
-        output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        output = gathered(tensor, self.size, output)
         if tensor.nbytes <= MAX_COUNT:
             return self._start_requests(
                 lambda: [comm.Iallgather(mpi.bytes(tensor), mpi.blocks(output))], output, tensor
@@ -138,6 +161,29 @@ class MpiBackend(PrivateBuffers):
             ]
 
         return self._start_requests(begin, output, tensor)
+
+    def connect_peers(self) -> None:
+        """See PointToPoint; MPI connects by itself."""
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
+        def start(given: torch.Tensor) -> Work:
+            mpi, comm = self.mpi, self._comms[0]
+            return self._start_requests(
+                lambda: [comm.Isend(mpi.bytes(piece), to, tag + 1) for piece in split_calls(given)], given, given
+            )
+
+        return self._start(tensor, start)
+
+    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> MpiReceive:
+        """See PointToPoint; alltoall has tag 0."""
+        if buffer.is_cuda or not 0 < buffer.nbytes <= MAX_COUNT:
+            raise UnsupportedError(f"MPI receives 1 to {MAX_COUNT} bytes into host memory, not {buffer.nbytes}")
+        if not self.is_open:
+            raise NotInitializedError(CLOSED)
+        mpi, comm = self.mpi, self._comms[0]
+        with mpi.calls():
+            request = comm.Irecv(mpi.bytes(buffer), mpi.api.ANY_SOURCE if source is None else source, tag + 1)
+            return MpiReceive(self, request, buffer)
 
     def duplicate(self, key: str) -> MpiBackend:
         return self._child(self.ranks, self.rank, lambda comm: comm.Dup())

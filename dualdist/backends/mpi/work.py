@@ -140,6 +140,19 @@ class MpiRequest:
         return self._result
 
 
+class MpiReceive(MpiRequest):
+    """A receive from one rank, or from any."""
+
+    def __init__(self, backend: MpiBackend, request: Any, buffer: torch.Tensor) -> None:
+        super().__init__(backend, [request], buffer, buffer)
+        self._status = backend.mpi.api.Status()
+        self._test = lambda: request.Test(self._status)
+
+    def source(self) -> int:
+        """See ReceiveWork."""
+        return int(self._status.Get_source())
+
+
 class MpiBlockingCall:
     """An operation that the backend's thread runs by a blocking MPI call."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dualdist.errors import BackendUnavailableError, RendezvousError, TopologyError, UnsupportedError
 from dualdist.topology import Topology
 from dualdist.utils.deadline import STDERR, Deadline, call_within, wait_until_read
-from dualdist.utils.temporary_env import temporary_variables
+from dualdist.utils.variables import temporary_variables
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -112,6 +112,18 @@ def _end(api: Any) -> None:
     if not api.Is_finalized():
         _abort_if_failed(api)
         api.Finalize()
+
+
+def leave_to_launcher() -> None:
+    """Do not finish MPI when this process exits, with an error code: its mpirun ends the job then."""
+    atexit.unregister(_end)
+
+
+def finish() -> None:
+    """Finish MPI, if it runs, before another program takes this process over."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and module.Is_initialized():
+        _end(module)
 
 
 def _abort_if_failed(api: Any) -> None:

@@ -17,21 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions  # private to torch: tests/unit/test_torch_private_names.py
 
-from dualdist.backends.base import (
-    UNRESERVED,
-    AdoptedGroup,
-    Buffer,
-    InitContext,
-    PrivateBuffer,
-    ReduceOp,
-    Work,
-    peer_error,
-)
+from dualdist.backends.base import AdoptedGroup, InitContext, ReduceOp, Work, filled, gathered, peer_error
 from dualdist.backends.native.store import TcpStore, first_line
-from dualdist.backends.shm.channel import ONE_PHASE_BYTES, HostChannel, channel_bytes
-from dualdist.backends.shm.segment import open_segment
+from dualdist.backends.shm.channel import connect_host
+from dualdist.backends.shm.collectives import SMALL_BYTES, HostCollectives, slot_bytes
 from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
@@ -44,7 +35,7 @@ from dualdist.errors import (
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils.deadline import Deadline, stop_at_exit
 from dualdist.utils.machine import SHM_BYTES_PER_RANK, needed_open_files
-from dualdist.utils.temporary_env import temporary_variables
+from dualdist.utils.variables import temporary_variables
 
 ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL
 Options = TypeVar("Options")
@@ -90,6 +81,10 @@ class NativeWork:
             raise translate_error(error, self._timeout_s) from error
         return self._result
 
+    def source(self) -> int:
+        """Return the index of the rank that sent what this has received."""
+        return self._work._source_rank()
+
 
 @dataclass(frozen=True)
 class NativeSettings:
@@ -111,6 +106,8 @@ class NativeBackend:
     supported_reduce_dtypes = REDUCE_DTYPES
     traceable = True
     done_means_all_started = True
+    mean_devices: frozenset[str] = frozenset()
+    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -137,8 +134,7 @@ class NativeBackend:
         self._store = store
         self._settings = settings
         self._owned = owned
-        self._host: HostChannel | None = None
-        self._is_full = False  # the last reservation failed
+        self._host: HostCollectives | None = None
         self._children: list[NativeBackend] = []
 
     @property
@@ -151,32 +147,28 @@ class NativeBackend:
         if self._host is not None:
             self._host.timeout_s = value
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
         host = self._host
-        if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > ONE_PHASE_BYTES):
-            if not self.is_open:
-                raise NotInitializedError(CLOSED)
-            return host.allreduce_(buffer, op, name)
-        return self._allreduce_by_group_(buffer, op, name)
+        if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > SMALL_BYTES):
+            return host.allreduce_(buffer, op, name, source)
+        return self._allreduce_by_group_(filled(buffer, source), op, name)
 
     def _allreduce_by_group_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
         options = self._with_timeout(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(OPS[op])
         return self._start(buffer, lambda: self._group_for(buffer).allreduce([buffer], options))
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> Work:
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
         host = self._host
         if host is not None and host.is_only_host and tensor.device.type == "cpu":
-            self._require_open()
-            return host.allgather(tensor)
-        output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+            return host.allgather(tensor, output)
+        output = gathered(tensor, self.size, output)
         options = self._with_timeout(AllgatherOptions())
         return self._start(output, lambda: self._group_for(tensor)._allgather_base(output, tensor, options))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
         host = self._host
         if host is not None and host.is_only_host and buffer.device.type == "cpu":
-            self._require_open()
             return host.broadcast_(buffer, root)
         options = self._with_timeout(dist.BroadcastOptions())
         options.rootRank = root
@@ -190,23 +182,17 @@ class NativeBackend:
             output, lambda: self._group_for(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
         )
 
-    def reserve(self, nbytes: int, device: torch.device) -> int:
-        if self._host is None or device.type != "cpu":
-            return UNRESERVED
-        region, reason = self._host.reserve(nbytes)
-        if reason and not self._is_full and self.rank == 0:
-            print(f"{USES_GLOO} for some of the gradients: {reason}", file=sys.stderr)
-        self._is_full = bool(reason)
-        return UNRESERVED if reason else region
+    def connect_peers(self) -> None:
+        self._groups()
 
-    def buffer(self, region: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
-        if self._host is None or region == UNRESERVED:
-            return PrivateBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_by_group_)
-        return self._host.buffer(region, number, count, dtype)
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> NativeWork:
+        return self._start(tensor, lambda: self._group_for(tensor).send([tensor], to, tag))
 
-    def release(self, region: int) -> None:
-        if self._host is not None and region != UNRESERVED:
-            self._host.release(region)
+    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> NativeWork:
+        group = self._group_for(buffer)
+        if source is None:
+            return self._start(buffer, lambda: group.recv_anysource([buffer], tag))
+        return self._start(buffer, lambda: group.recv([buffer], source, tag))
 
     def duplicate(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, shares=True)
@@ -228,8 +214,9 @@ class NativeBackend:
         for child in self._children:
             child.close()
         self._children.clear()
-        if self._host is not None:
-            self._host.close()
+        host, self._host = self._host, None  # its memory is freed, though others may hold this
+        if host is not None:
+            host.close()
         groups = (self._connected or {}).values()
         self._connected = {}
         if not self._owned:
@@ -275,26 +262,27 @@ class NativeBackend:
             return
         size, deadline = len(host_ranks), Deadline(self.timeout_s)
         store = TcpStore(self._store, "", "the job's store")
-        segment, reason = None, ""
+        host, key = None, f"host/{host_ranks[0]}"
         try:
-            key = f"host/{host_ranks[0]}"
-            segment = open_segment(store, key, index, size, channel_bytes(size), deadline, size * SHM_BYTES_PER_RANK)
+            host = connect_host(
+                store, key, host_ranks, index, slot_bytes(size), deadline, room=size * SHM_BYTES_PER_RANK
+            )
         except BackendUnavailableError as error:
-            reason = str(error)
             if index == 0 and USES_GLOO not in self._settings.printed:
-                print(f"{USES_GLOO}: {reason}", file=sys.stderr)
+                print(f"{USES_GLOO}: {error}", file=sys.stderr)
             self._settings.printed.add(USES_GLOO)
         if not is_only_host:
-            fails = torch.tensor([segment is None], dtype=torch.uint8, device="cpu")
+            fails = torch.tensor([host is None], dtype=torch.uint8, device="cpu")
             self._allreduce_by_group_(fails, "max", "share").wait()
-            segment = None if fails.item() else segment
-        if segment is None:
+            host = None if fails.item() else host
+        if host is None:
             return
         leaders = None
         if not is_only_host and index == 0:
             leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
-        self._host = HostChannel(segment, host_ranks, leaders, self.timeout_s, is_only_host=is_only_host)
+        self._host = HostCollectives(host, leaders, is_only_host=is_only_host)
         self.done_means_all_started = is_only_host
+        self.mean_devices = self.rank_order_devices = frozenset(("cpu",) if is_only_host else ())
         if not self._settings.on_gpu:
             self.transport = "shm"
 
@@ -324,12 +312,9 @@ class NativeBackend:
         options.timeout = timedelta(seconds=self.timeout_s)  # type: ignore[attr-defined]
         return options
 
-    def _require_open(self) -> None:
+    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
         if not self.is_open:
             raise NotInitializedError(CLOSED)
-
-    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
-        self._require_open()
         try:
             return NativeWork(start(), result, self.timeout_s)
         except (RuntimeError, ValueError) as error:
@@ -400,7 +385,7 @@ def _topology_of_group(topology: Topology) -> Topology:
 
 
 def start(context: InitContext) -> NativeBackend:
-    """Set up torch.distributed's default group over the store, or in this process if there is one rank."""
+    """Connect the ranks over the store, or in this process if there is one rank, by torch's default group if asked."""
     if not dist.is_available():
         raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")
     rank, size, environ = context.topology.rank, context.topology.size, context.environ
@@ -412,17 +397,29 @@ def start(context: InitContext) -> NativeBackend:
     def network() -> contextlib.AbstractContextManager[None]:
         return temporary_variables(environ, interfaces)
 
+    meeting = dist.PrefixStore(f"{context.key}/group", inner)
+
+    def connect() -> Mapping[str, ProcessGroup]:
+        if not context.sets_default_group:
+            return backend._process_groups(meeting, rank, size)
+        kinds, timeout = "cpu:gloo,cuda:nccl" if nccl else "gloo", timedelta(seconds=context.timeout_s)
+        with network():
+            dist.init_process_group(kinds, store=meeting, rank=rank, world_size=size, timeout=timeout)
+        return dict.fromkeys(["cpu", "cuda"] if nccl else ["cpu"], dist.group.WORLD)
+
+    backend = NativeBackend(
+        connect,
+        range(size),
+        rank,
+        dist.PrefixStore(f"{context.key}/lines", inner),
+        NativeSettings(network, nccl),
+        context.timeout_s,
+        hosts=() if context.transport == "gloo" else [location.host for location in context.locations],
+    )
     original_hook = sys.excepthook
     try:
-        with network():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                store=dist.PrefixStore(f"{context.key}/group", inner),
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=context.timeout_s),
-            )
-    except RuntimeError as error:
+        backend._groups()
+    except (RuntimeError, CollectiveError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} met the others, but torch could not connect them ({first_line(error)}): "
             f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
@@ -434,17 +431,7 @@ def start(context: InitContext) -> NativeBackend:
         if sys.excepthook is group_hook:
             sys.excepthook = original_hook
 
-    backend = NativeBackend(
-        lambda: dict.fromkeys(["cpu", "cuda"] if nccl else ["cpu"], dist.group.WORLD),
-        range(size),
-        rank,
-        dist.PrefixStore(f"{context.key}/lines", inner),
-        NativeSettings(network, nccl),
-        context.timeout_s,
-        hosts=() if context.transport == "gloo" else [location.host for location in context.locations],
-    )
     backend.restore_excepthook = restore_excepthook
-    backend._groups()
     atexit.register(backend.at_exit)
     return backend
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 from collections.abc import Iterator
@@ -14,9 +13,6 @@ import torch.distributed as dist
 from dualdist.backends.base import TIMED_OUT
 from dualdist.errors import RendezvousError
 from dualdist.utils.deadline import Deadline, call_within
-
-# On Linux, the open files of this process, sockets included.
-SOCKETS = "/proc/self/fd"
 
 
 class TcpStore:
@@ -47,15 +43,6 @@ class TcpStore:
         with self._translated_errors():
             return bool(self.store.check([key]))
 
-    def disconnect(self) -> None:
-        """Shut down the connections of a TCPStore, whose calls have no timeout while they wait for an answer."""
-        store = self.store
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, dist.TCPStore) and os.path.isdir(SOCKETS):
-            for fd in os.listdir(SOCKETS):
-                _shut_down(int(fd), store.port)
-
     @contextlib.contextmanager
     def _translated_errors(self) -> Iterator[None]:
         """Raise TimeoutError and RendezvousError for torch's errors of a store in the block."""
@@ -68,13 +55,6 @@ class TcpStore:
                 f"the store at {self.endpoint}, which rank 0 or its launcher serves, is gone ({first_line(error)}): "
                 "see what that process printed last"
             ) from error
-
-
-def _shut_down(fd: int, port: int) -> None:
-    """Shut down the socket `fd`, if it is one and connected to `port`."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def connect(address: str, port: int, listener: socket.socket | None, deadline: Deadline) -> TcpStore:

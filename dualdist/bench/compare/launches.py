@@ -1,7 +1,5 @@
 """Launches of a comparison: the records of their ranks, what follows from one launch, and the folder of their files."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -69,6 +67,7 @@ class RankRecord(BaseModel):
     window_s: float | None
     machine_s: float | None
     own_s: float | None
+    reduction: str | None = None  # that the program asked for itself
 
     @property
     def steps(self) -> list[float]:

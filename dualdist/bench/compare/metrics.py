@@ -1,9 +1,8 @@
 """Metrics of a comparison: what the launches of each contender measured, and the result with its verdict."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -13,8 +12,8 @@ from dualdist.bench.compare.runner import NOT_AVERAGED, Contender, RefusedConten
 from dualdist.bench.compare.verdict import (
     Equivalence,
     Verdict,
+    check_bits,
     check_equivalence,
-    compare_with_winner,
     judge,
     paired_steps,
     rank_by_speed,
@@ -28,13 +27,13 @@ LATENCY_BYTES = 8
 
 @dataclass(frozen=True)
 class BandwidthPoint:
-    """An allreduce of one size, medians over launches, by dualdist and by the raw library."""
+    """An allreduce of one size by dualdist and by the raw library: over launches, the median of their medians."""
 
     nbytes: int
-    seconds: float
-    raw_seconds: float
-    bus_gb_s: float
-    raw_bus_gb_s: float
+    seconds: MedianInterval
+    raw_seconds: MedianInterval
+    bus_gb_s: MedianInterval
+    raw_bus_gb_s: MedianInterval
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class ComparisonResult:
     """Result of a comparison; `ended` is "complete" or why it stopped early."""
 
     verdict: Verdict
-    pairwise: Mapping[str, str]  # a sentence on the winner and each other contender
     equivalence: Equivalence
     contenders: list[ContenderMetrics]
     refused: list[RefusedContender]  # cannot run here, were not launched, or failed, maybe in a later round
@@ -82,35 +80,65 @@ class ComparisonResult:
 
 
 def summarize(
-    contenders: Sequence[Contender], refused: Sequence[RefusedContender], launches: Sequence[Launch], ended: str
+    contenders: Sequence[Contender],
+    refused: Sequence[RefusedContender],
+    launches: Sequence[Launch],
+    ended: str,
+    *,
+    left_out: Sequence[Contender] = (),
+    enough: str = "--budget",
 ) -> ComparisonResult:
-    """Evaluate the launches of a comparison."""
+    """Evaluate the launches of a comparison.
+
+    `left_out` had no time within the budget; with the options `enough` everybody would have had.
+    """
+    checks = {replace(each, is_ordered=False): each for each in contenders if each.is_ordered}
+    contenders = [each for each in contenders if not each.is_ordered]
     found = group_by_contender(launches)
     failed = {launch.contender: launch for launch in launches if launch.error is not None}
-    reasons = ((each, _missing(each.key, found, failed, ended)) for each in contenders)
+    reasons = ((each, _missing(each.key, found, failed, ended)) for each in contenders if each not in left_out)
     missing = [RefusedContender(each, reason) for each, reason in reasons if reason is not None]
+    too_long = f"left out, as the budget is too small for a verdict on all; about {enough} is enough"
+    missing += [RefusedContender(each, too_long) for each in left_out]
     measured = [each for each in contenders if each.key in found]
     training = {each.label: found[each.key] for each in measured if each.method not in NOT_AVERAGED}
     equivalence = check_equivalence(training)
-    able = [each for each in contenders if each.key in found or each.key not in failed]
+    if checks:
+        last = {launch.contender: launch for launch in launches}
+        able = [each for each in measured if each.label in training and each.key not in failed and not each.copy]
+        ordered = {each.label: _ordered(checks.get(each), last, ended) for each in able if each not in left_out}
+        equivalence = check_bits(equivalence, ordered)
+    able = [each for each in contenders if (each.key in found or each.key not in failed) and each not in left_out]
     candidates = {each.label: found.get(each.key, []) for each in able if each.is_candidate}
-    verdict = judge(candidates, equivalence)
+    verdict = judge(candidates, equivalence, enough)
     order = rank_by_speed({each.label: found[each.key] for each in measured})
     fastest = verdict.winner or next((label for label in order if label in candidates), "")
-    others = {label: training[label] for label in order if label in training}
+    metrics = [_metrics(each, found, candidates, fastest) for each in measured]
     return ComparisonResult(
         verdict=verdict,
-        pairwise=compare_with_winner(verdict.winner, others) if verdict.winner in others else {},
         equivalence=equivalence,
-        contenders=[
-            _metrics(each, found, candidates.get(fastest, []))
-            for each in sorted(measured, key=lambda each: (each.method in NOT_AVERAGED, order.index(each.label)))
-        ],
+        contenders=sorted(
+            metrics, key=lambda each: (each.method in NOT_AVERAGED, _ratio(each), order.index(each.label))
+        ),
         refused=[*refused, *missing],
         ended=ended,
         noise=_noise(launches),
         launches=len(launches),
     )
+
+
+def _ordered(check: Contender | None, launches: Mapping[str, Launch], ended: str) -> Launch | str:
+    """Return the launch of a check with ordered sums, or why there is none."""
+    if check is None:
+        return "a baseline adds in the order of its library"
+    if check.key not in launches:
+        return f"it was not launched: {ended}"
+    launch = launches[check.key]
+    return launch if launch.error is None else error_summary(launch.error)
+
+
+def _ratio(contender: ContenderMetrics) -> float:
+    return math.inf if contender.ratio_to_fastest is None else contender.ratio_to_fastest.value
 
 
 def _missing(key: str, found: Mapping[str, list[Launch]], failed: Mapping[str, Launch], ended: str) -> str | None:
@@ -123,7 +151,12 @@ def _missing(key: str, found: Mapping[str, list[Launch]], failed: Mapping[str, L
     return f"it failed in round {failed[key].round + 1} and was not launched again: {error}"
 
 
-def _metrics(contender: Contender, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> ContenderMetrics:
+def _metrics(
+    contender: Contender,
+    found: Mapping[str, list[Launch]],
+    candidates: Mapping[str, Sequence[Launch]],
+    fastest: str,
+) -> ContenderMetrics:
     own = found[contender.key]
     first, batch = own[0].first, own[0].batch
     without_communication, one_rank = (_of_kind(found, kind) for kind in NOT_AVERAGED)
@@ -133,7 +166,7 @@ def _metrics(contender: Contender, found: Mapping[str, list[Launch]], fastest: S
         key=contender.key,
         label=contender.label,
         method=contender.method,
-        is_candidate=contender.is_candidate,
+        is_candidate=contender.label in candidates,
         launcher=first.launcher,
         backend=first.backend,
         transport=first.transport,
@@ -142,11 +175,11 @@ def _metrics(contender: Contender, found: Mapping[str, list[Launch]], fastest: S
         step_s=median_interval([each.step_s for each in own]),
         samples_per_s=median_interval([batch / each.step_s for each in own]) if batch else None,
         samples_per_s_by_rank=_samples_per_s_by_rank(own, batch) if batch else None,
-        ratio_to_fastest=step_ratio(own, fastest) if is_averaged else None,
+        ratio_to_fastest=step_ratio(own, candidates.get(fastest, [])) if is_averaged else None,
         scaling_efficiency=step_ratio(one_rank, own) if contender.method != "one" and batch else None,
         exposed_s=_exposed(own, without_communication) if is_averaged else None,
-        latency_s=next((point.seconds for point in bandwidth if point.nbytes == LATENCY_BYTES), None),
-        bus_gb_s=bandwidth[-1].bus_gb_s if bandwidth else None,
+        latency_s=next((point.seconds.value for point in bandwidth if point.nbytes == LATENCY_BYTES), None),
+        bus_gb_s=bandwidth[-1].bus_gb_s.value if bandwidth else None,
         bandwidth=bandwidth,
         startup_s=median(each.startup_s for each in own),
         init_s=median(each.init_s for each in own),
@@ -178,8 +211,9 @@ def _bandwidth(launches: Sequence[Launch]) -> list[BandwidthPoint]:
     ranks, points = len(launches[0].ranks), []
     for sizes in zip(*known, strict=True):
         nbytes = sizes[0]["bytes"]
-        times = [median(median(size["seconds"][call]) for size in sizes) for call in ("dualdist_", "raw_")]
-        points.append(BandwidthPoint(nbytes, *times, *(bus_bandwidth(nbytes, seconds, ranks) for seconds in times)))
+        times = [[median(size["seconds"][call]) for size in sizes] for call in ("dualdist_", "raw_")]
+        rates = [[bus_bandwidth(nbytes, seconds, ranks) for seconds in each] for each in times]
+        points.append(BandwidthPoint(nbytes, *map(median_interval, [*times, *rates])))
     return points
 
 
@@ -190,7 +224,7 @@ def _noise(launches: Sequence[Launch]) -> str:
     if not known:
         return "noise unknown, as this system does not report the CPU use of other processes"
     loaded = sum(map(is_loaded, known))
-    verdict = "NOISY: more launches are needed to show a difference" if loaded > NOISY_ROUNDS * len(known) else "quiet"
+    verdict = "NOISY: small differences need more launches" if loaded > NOISY_ROUNDS * len(known) else "quiet"
     return (
         f"{verdict} (other processes used {median(known):.2f} cores during the median launch, and more than "
         f"{LOADED_CORES:g} during {loaded} of {len(known)})"

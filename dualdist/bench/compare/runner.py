@@ -1,12 +1,11 @@
 """Run a comparison: contenders, the job and launch of each, and the order of launches within a time budget."""
 
-from __future__ import annotations
-
+import math
 import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -26,13 +25,16 @@ from dualdist.bench.jobs import (
     worker_command,
 )
 from dualdist.bench.report import write_atomically
+from dualdist.bench.statistics import MIN_LAUNCHES
 from dualdist.errors import LaunchError
-from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
+from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP, REDUCTION
 
 LAUNCHES = "launches"  # folder of one file per launch
 RUNNING = "running"  # folder in which the ranks of a launch leave their records
 NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_optimizer?\n"
+COMPLETE = "complete"
 FIRST_GUESS_S = 8.0  # duration of a launch before one has been measured
+ORDERED_STEPS = 5  # of a launch with ordered sums, of which only the bits of the parameters count
 NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and parameters differ from the others'
 
 
@@ -40,13 +42,15 @@ NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and para
 class Contender:
     """A method, DUALDIST or one of BASELINES, on a configuration, launched as a job of its own.
 
-    `slowdown` stretches its steps; `copy` distinguishes the repetitions of --self-check.
+    `slowdown` stretches its steps; `copy` distinguishes the repetitions of --self-check. If `is_ordered`, it is the
+    check of a candidate: a short launch with reduction="ordered", which is not timed.
     """
 
     method: str
     config: RunConfig
     slowdown: float = 1.0
     copy: int = 0
+    is_ordered: bool = False
 
     @property
     def is_baseline(self) -> bool:
@@ -54,15 +58,15 @@ class Contender:
 
     @property
     def is_candidate(self) -> bool:
-        """Return True if it may win: neither a baseline nor a self-check."""
-        return not self.is_baseline and not self.copy
+        """Return True if it may win: neither a baseline nor a check."""
+        return not self.is_baseline and not self.copy and not self.is_ordered
 
     @property
     def label(self) -> str:
         """Return the name used in tables and sentences."""
         if self.method in NOT_AVERAGED:
             return BASELINES[self.method]
-        again = ", again" if self.copy else ""
+        again = ", ordered sums" if self.is_ordered else ", again" if self.copy else ""
         remark = f", slowed by {100 * (self.slowdown - 1):.3g}%" if self.slowdown > 1 else again
         return replace(self.config, backend=BASELINES.get(self.method, self.config.backend)).describe(remark)
 
@@ -71,7 +75,8 @@ class Contender:
         """Return the name used in file names."""
         config = self.config
         words = [self.method, config.backend, config.transport or "own", config.launcher]
-        return "-".join([*words, *([f"copy{self.copy}"] if self.copy else [])])
+        marks = [f"copy{self.copy}"] if self.copy else ["ordered"] if self.is_ordered else []
+        return "-".join([*words, *marks])
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,13 @@ def baseline_contenders(
             yield Contender(name, RunConfig("native", None if uses_gpus else "gloo", "torchrun"))
 
 
+def ordered_checks(contenders: Sequence[Contender], ranks: int, *, uses_gpus: bool) -> list[Contender]:
+    """Return the checks of the candidates; none of two ranks, whose sums have one order, or of a model on GPUs."""
+    candidates = [each for each in contenders if each.is_candidate]
+    is_useful = ranks > 2 and not uses_gpus and len(candidates) > 1
+    return [replace(each, is_ordered=True) for each in candidates] if is_useful else []
+
+
 @dataclass(frozen=True)
 class UserScript:
     """The user's program (`argv` follows `python`) and how many of its steps to time."""
@@ -124,14 +136,17 @@ class Comparison:
     def plan_job(self, contender: Contender, number: int) -> PlannedJob:
         """Return the job of a contender in a round."""
         ranks, own = self.ranks(contender), self.folder / RUNNING / f"{number}-{contender.key}"
-        settings = replace(self.settings, ranks=ranks)
+        settings, work = replace(self.settings, ranks=ranks), self.work
+        if contender.is_ordered:
+            settings = replace(settings, env={**settings.env, REDUCTION: "ordered"})
+            work = replace(work, steps=min(work.steps, ORDERED_STEPS))
         reports = [own / f"rank-{rank}.json" for rank in range(ranks)]
-        if isinstance(self.work, UserScript):
-            record = {RECORD: str(own), RECORD_WARMUP: str(self.work.warmup), RECORD_STEPS: str(self.work.steps)}
+        if isinstance(work, UserScript):
+            record = {RECORD: str(own), RECORD_WARMUP: str(work.warmup), RECORD_STEPS: str(work.steps)}
             settings = replace(settings, env={**record, **settings.env})
-            command = program_command(contender.config, self.work.argv, settings)
+            command = program_command(contender.config, work.argv, settings)
         else:
-            report, options = own / "allreduce.json", self._train_options(contender, self.work)
+            report, options = own / "allreduce.json", self._train_options(contender, work)
             command = worker_command(contender.config, "train", options, report, settings)
             reports += [report] if options.sizes else []
         tags = {"contender": contender, "folder": own}
@@ -197,20 +212,36 @@ def record_error(contender: Contender, ranks: Sequence[RankRecord]) -> str | Non
 
 
 def draw_order(contenders: Sequence[Contender], number: int, seed: int) -> list[Contender]:
-    """Return the contenders in the random order of a round; the first round ends with the baselines.
+    """Return the contenders in the random order of a round.
 
-    A budget that ends within the first round is thus spent on what the verdict is about.
+    The first round begins with one candidate of each backend and ends with the baselines: a budget that is too small
+    for all of them is thus spent on what the verdict is about.
     """
     drawn = random.Random(f"{seed}/{number}").sample(list(contenders), len(contenders))
-    return sorted(drawn, key=lambda contender: contender.is_baseline) if number == 0 else drawn
+    if number > 0:
+        return drawn
+    first = first_of_each_group(contenders)
+    return sorted(drawn, key=lambda contender: (contender.is_baseline, contender not in first))
+
+
+def first_of_each_group(contenders: Sequence[Contender]) -> list[Contender]:
+    """Return the first candidate of each backend, or of each transport or launcher if there is one backend only."""
+    candidates = [each for each in contenders if not each.is_baseline]
+    for name in ("backend", "transport", "launcher"):
+        first = {(getattr(each.config, name), each.copy): each for each in reversed(candidates)}
+        if len({key for key, _ in first}) > 1:
+            break
+    return [each for each in candidates if each in first.values()]
 
 
 @dataclass
 class LaunchSchedule:
     """Iterator over the launches, round by round, until `rounds` are complete or `budget_s` is used up.
 
-    `ended` says why it stopped. No round but the first starts that would exceed the budget. A resumed run continues in
-    the last round of `done`: rounds from an earlier run are not comparable.
+    `checks`, those of `contenders` with ordered sums, follow the rounds, which leave them the time for one launch each.
+    `ended` says why it stopped. No round but the first starts that would exceed the budget. If the budget is too small
+    for a verdict on all contenders, `left_out` are those that are not launched any more. A resumed run continues in the
+    last round of `done`: rounds from an earlier run are not comparable.
     """
 
     contenders: Sequence[Contender]
@@ -223,64 +254,126 @@ class LaunchSchedule:
     clock: Callable[[], float] = time.monotonic
     ended: str = "interrupted"
     failed: set[str] = field(default_factory=set)
+    left_out: list[Contender] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._done = {(each.contender, each.round) for each in self.done}
+        self.checks = [each for each in self.contenders if each.is_ordered]
+        self.contenders = [each for each in self.contenders if not each.is_ordered]
         self._first_round = max((each.round for each in self.done), default=0)
-        self._seconds: dict[str, list[float]] = {}
+        self._launches: dict[str, list[Launch]] = {}
         for each in self.done:
-            self._seconds.setdefault(each.contender, []).append(each.seconds)
+            self._launches.setdefault(each.contender, []).append(each)
         self._start = self.clock()
 
     def __iter__(self) -> Iterator[Launch]:
+        ended = yield from self._rounds()
+        for check in self.remaining_checks(self._able()):
+            if self.elapsed_s > self.budget_s:
+                ended = self._budget_used(" before the checks with ordered sums") if ended == COMPLETE else ended
+                break
+            yield self._launch(check, max(each.round for found in self._launches.values() for each in found))
+        self.ended = ended
+
+    def _rounds(self) -> Generator[Launch, None, str]:
+        """Yield the launches of all rounds; return why they ended."""
+        if self.done:
+            self._leave_out(self._first_round)
         is_first = True  # with work left: every resumed run must make progress
         for number in range(self.rounds):
             remaining = self.remaining_in(number)
-            if not is_first and remaining and self.elapsed_s + self._estimate(remaining) > self.budget_s:
-                self.ended = self._budget_used("")
-                return
-            for contender in remaining:
+            needed = self._estimate([*remaining, *self.remaining_checks(self._able())])
+            if not is_first and remaining and self.elapsed_s + needed > self.budget_s:
+                return self._budget_used("")
+            while remaining := self.remaining_in(number):
                 if is_first and self.elapsed_s > self.budget_s:
-                    self.ended = self._budget_used(" in the first round")
-                    return
-                result = self.launch(contender, number)
-                self._seconds.setdefault(contender.key, []).append(result.seconds)
-                self._done.add((contender.key, number))
-                if result.error is not None:
-                    self.failed.add(contender.key)
-                yield result
-            is_first = is_first and not remaining
-        self.ended = "complete"
+                    return self._budget_used(" in the first round")
+                yield self._launch(remaining[0], number)
+                self._leave_out(number)
+                is_first = is_first and bool(self.remaining_in(number))
+        return COMPLETE
+
+    def _launch(self, contender: Contender, number: int) -> Launch:
+        result = self.launch(contender, number)
+        self._launches.setdefault(contender.key, []).append(result)
+        if result.error is not None:
+            self.failed.add(contender.key)
+        return result
+
+    def _leave_out(self, number: int) -> None:
+        """Leave out contenders in the first round of a run, until a verdict on the others fits into the budget.
+
+        Baselines go first, then all but one candidate of each backend: the fastest after one launch of each, if there
+        is time for these launches, else the first. Two remain in any case.
+        """
+        able = self._able()
+        if number > self._first_round or self._fits(able):
+            return
+        candidates = [each for each in able if not each.is_baseline]
+        first = first_of_each_group(candidates)
+        if self._fits(candidates):
+            kept = candidates
+        elif not self._fits(first, candidates):
+            kept = first if self._fits(first) else first[:2]
+        elif any(each.key not in self._launches for each in candidates):
+            kept = candidates
+        else:
+            speed = {each.key: self._launches[each.key][0].step_s for each in candidates}
+            kept = first_of_each_group(sorted(candidates, key=lambda each: speed[each.key]))
+        self.left_out += [each for each in able if each not in kept]
+
+    def _fits(self, kept: Sequence[Contender], screened: Sequence[Contender] = ()) -> bool:
+        """Return True if the budget allows a verdict on those in `kept`, after one launch of each in `screened`."""
+        wanted = {each: 1 for each in screened} | {each: min(self.rounds, MIN_LAUNCHES) for each in kept}
+        missing = {each: count - len(self._launches.get(each.key, ())) for each, count in wanted.items()}
+        rest = sum(max(0, count) * self._estimate([each]) for each, count in missing.items())
+        return self.elapsed_s + rest + self._estimate(self.remaining_checks(kept)) <= self.budget_s
+
+    def _able(self) -> list[Contender]:
+        return [each for each in self.contenders if each.key not in self.failed and each not in self.left_out]
 
     def _budget_used(self, where: str) -> str:
-        round_s = self._estimate([contender for contender in self.contenders if contender.key not in self.failed])
+        round_s = self._estimate(self._able())
         more = ", more than the budget" if round_s > self.budget_s else ""
         return f"the budget of {self.budget_s:g} s was used up{where}; a round takes about {round_s:.0f} s{more}"
+
+    @property
+    def enough(self) -> str:
+        """Return the options with which all contenders get enough launches for a verdict."""
+        contenders = [each for each in self.contenders if each.key not in self.failed]
+        minutes = math.ceil(1.1 * (MIN_LAUNCHES * self._estimate(contenders) + self._estimate(self.checks)) / 60)
+        return f"--budget {minutes}m" + (f" --rounds {MIN_LAUNCHES}" if self.rounds < MIN_LAUNCHES else "")
 
     @property
     def elapsed_s(self) -> float:
         return self.clock() - self._start
 
     def remaining_in(self, number: int) -> list[Contender]:
-        """Return the contenders to launch in a round; contenders that failed are not launched again."""
+        """Return the contenders to launch in a round, without those that failed or are left out."""
         if number < self._first_round:
             return []
-        drawn = draw_order(self.contenders, number, self.seed)
-        return [each for each in drawn if (each.key, number) not in self._done and each.key not in self.failed]
+        done = {key for key, found in self._launches.items() if any(each.round == number for each in found)}
+        drawn, able = draw_order(self.contenders, number, self.seed), self._able()
+        return [each for each in drawn if each in able and each.key not in done]
+
+    def remaining_checks(self, contenders: Sequence[Contender]) -> list[Contender]:
+        """Return the checks of these contenders that are left."""
+        left = [each for each in self.checks if each.key not in self._launches]
+        return [each for each in left if replace(each, is_ordered=False) in contenders]
 
     @property
     def remaining(self) -> list[Contender]:
         """Return all launches that are left without regard to the budget; a contender once per round."""
-        return [contender for number in range(self.rounds) for contender in self.remaining_in(number)]
+        rounds = [contender for number in range(self.rounds) for contender in self.remaining_in(number)]
+        return rounds + self.remaining_checks(self._able())
 
     def remaining_s(self) -> float:
         """Estimate how long the rest takes."""
         return max(0.0, min(self._estimate(self.remaining), self.budget_s - self.elapsed_s))
 
     def _estimate(self, contenders: Sequence[Contender]) -> float:
-        known = [seconds for each in self._seconds.values() for seconds in each]
-        guess = median(known) if known else FIRST_GUESS_S
-        return sum(median(self._seconds.get(contender.key, [guess])) for contender in contenders)
+        known = {key: median(each.seconds for each in found) for key, found in self._launches.items()}
+        guess = median(known.values()) if known else FIRST_GUESS_S
+        return sum(known.get(contender.key, guess) for contender in contenders)
 
 
 def print_progress(label: str, done: int, total: int, left_s: float) -> None:

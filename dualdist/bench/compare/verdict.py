@@ -1,11 +1,9 @@
 """Verdict of a comparison: did all contenders train the same model, and which candidate is the fastest."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
 
@@ -23,30 +21,44 @@ Launches = Mapping[str, Sequence[Launch]]  # by the label of a contender
 # times the largest difference before it. Programs that round differently (autocast, TF32) get LOSS_TOLERANCE instead
 # of units; above it rounding dominates, and parameters are not compared. MOVEMENT_TOLERANCE limits the distance between
 # final parameters (a sample of them), relative to how far training moved them: a contender that never steps is 1 away,
-# one that divides by the number of ranks twice 0.5 or more.
+# one that divides by the number of ranks twice 0.5 or more. Smaller faults show on CPUs only, in launches with
+# reduction="ordered": these must end with the same bits.
 ROUNDINGS, GROWTH = 16, 1024
 LOSS_TOLERANCE = 1e-3
 MOVEMENT_TOLERANCE = 0.4
 BIT_IDENTICAL = "bit-identical"
+SEPARATELY = "ordered sums, checked in separate launches"
 
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Result of the check that all contenders trained the same model; `mismatches` says how one differs."""
+    """Result of the check that all contenders trained the same model; `mismatches` says how one differs.
+
+    From three CPU ranks on, `same_bits` are those that gave the same bits with ordered sums, in launches of their own,
+    and `unchecked` says why others were not compared to the bit.
+    """
 
     criterion: str
     launches: int
     steps: int
     mismatches: Mapping[str, str]
+    same_bits: Sequence[str] = ()
+    unchecked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_valid(self) -> bool:
         return not self.mismatches
 
     def __str__(self) -> str:
+        found = [f"{name} {why}" for name, why in self.mismatches.items()]
         if self.is_valid:
-            return f"losses of {self.steps} steps and parameters agree in {self.launches} launches: {self.criterion}"
-        return "; ".join(f"{name} {why}" for name, why in self.mismatches.items())
+            found = [f"losses of {self.steps} steps and parameters agree in {self.launches} launches: {self.criterion}"]
+        if self.same_bits:
+            found.append(f"to the bit ({SEPARATELY}): {', '.join(self.same_bits)}")
+        for reason in dict.fromkeys(self.unchecked.values()):
+            names = ", ".join(name for name, why in self.unchecked.items() if why == reason)
+            found.append(f"not checked to the bit: {names} ({reason})")
+        return "; ".join(found)
 
 
 def check_equivalence(launches: Launches) -> Equivalence:
@@ -69,6 +81,24 @@ def check_equivalence(launches: Launches) -> Equivalence:
     worst = max(max(_loss_differences(launch, expected), default=0.0) for launch in every)
     criterion = BIT_IDENTICAL if is_exact else _criterion(expected, worst)
     return Equivalence(criterion, len(every), len(expected.losses), mismatches)
+
+
+def check_bits(equivalence: Equivalence, ordered: Mapping[str, Launch | str]) -> Equivalence:
+    """Add the comparison of the launches with ordered sums, by contender; a text says why there is none."""
+    unchecked = {name: each for name, each in ordered.items() if isinstance(each, str)}
+    launches = {name: each for name, each in ordered.items() if not isinstance(each, str)}
+    asking = [name for name, each in launches.items() if each.first.reduction == "unordered"]
+    unchecked |= dict.fromkeys(asking, "the program asks for unordered sums itself")
+    digests = {name: {rank.digest for rank in each.ranks} for name, each in launches.items() if name not in asking}
+    if len(digests) < 2:
+        unchecked |= dict.fromkeys(digests, "there is no other to compare it with")
+        return replace(equivalence, unchecked=unchecked)
+    (common, _), *_ = Counter(digest for found in digests.values() for digest in found).most_common(1)
+    same = [name for name, found in digests.items() if found == {common}]
+    fault = f"ended with other bits than {next(iter(same), 'others')} with ordered sums, which is a fault"
+    mismatches = {name: fault for name in digests if name not in same} | dict(equivalence.mismatches)
+    same_bits = same if len(same) > 1 else []
+    return replace(equivalence, mismatches=mismatches, same_bits=same_bits, unchecked=unchecked)
 
 
 def _criterion(expected: Launch, worst: float) -> str:
@@ -113,10 +143,10 @@ def _loss_unit(expected: Launch) -> float:
 
 
 def _loss_differences(launch: Launch, expected: Launch) -> list[float]:
-    return [_relative_difference(*each) for each in zip(launch.losses, expected.losses, strict=False)]
+    return [relative_difference(*each) for each in zip(launch.losses, expected.losses, strict=False)]
 
 
-def _relative_difference(one: float | None, other: float | None) -> float:
+def relative_difference(one: float | None, other: float | None) -> float:
     """Return the relative difference, infinite if only one is a number."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
@@ -151,6 +181,13 @@ def _is_same(one: float, other: float) -> bool:
 
 
 Kind = Literal["faster", "no difference", "too few", "alone", "invalid", "nothing"]
+HEADLINES: Mapping[Kind, str] = {
+    "no difference": "No clear winner",
+    "too few": "No verdict yet",
+    "alone": "Only one candidate",
+    "invalid": "Not the same training",
+    "nothing": "Nothing was measured",
+}
 
 
 @dataclass(frozen=True)
@@ -162,6 +199,14 @@ class Verdict:
     winner: str | None = None
     runner_up: str | None = None
     ratio: MedianInterval | None = None
+
+    @property
+    def headline(self) -> str:
+        """Return the verdict in a few words; a launcher is named where the two differ in nothing else."""
+        if self.kind != "faster" or self.ratio is None:
+            return HEADLINES[self.kind]
+        names = [(name or "").partition(" (")[0] for name in (self.winner, self.runner_up)]
+        return f"{names[0] if names[0] != names[1] else self.winner} is {_digits(self.ratio)[0]}x faster"
 
 
 def rank_by_speed(launches: Launches) -> list[str]:
@@ -191,52 +236,51 @@ def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, comparisons: 
     return ratio_interval(first, second, comparisons=comparisons) if first else None
 
 
-def judge(launches: Launches, equivalence: Equivalence) -> Verdict:
-    """Return the verdict; candidates that were not launched yet have an empty list."""
+def judge(launches: Launches, equivalence: Equivalence, enough: str = "--budget") -> Verdict:
+    """Return the verdict; candidates that were not launched yet have an empty list.
+
+    `enough` are the options with which there would have been launches enough.
+    """
     if not equivalence.is_valid:
         return Verdict("invalid", f"INVALID: the contenders did not train the same model: {equivalence}")
     order = rank_by_speed(launches)
     if not order:
-        return Verdict("nothing", "nothing was measured")
+        return Verdict("nothing", "no candidate completed a launch")
     if len(order) == 1 and len(launches) > 1:
-        sentence = f"no verdict: only {order[0]} of {len(launches)} candidates was launched; increase --budget"
+        sentence = f"no verdict: only {order[0]} of {len(launches)} candidates was launched; try {enough}"
         return Verdict("too few", sentence, order[0])
     if len(order) == 1:
         return Verdict("alone", f"{order[0]} is the only candidate that ran here", order[0])
     winner, runner_up = order[:2]
     ratio = step_ratio(launches[runner_up], launches[winner])
     if ratio is None:
-        return Verdict("too few", f"no round has both {winner} and {runner_up}; increase --budget", winner, runner_up)
+        return Verdict("too few", f"no round has both {winner} and {runner_up}; try {enough}", winner, runner_up)
     if ratio.value < 1:  # in the rounds that both took part in
         winner, runner_up, ratio = runner_up, winner, ratio.inverse()
-    return Verdict(*_describe(winner, runner_up, ratio), winner, runner_up, ratio)
+    kind, sentence = _describe(winner, runner_up, ratio, enough)
+    if equivalence.same_bits:
+        sentence += f"; {len(equivalence.same_bits)} contenders gave the same bits ({SEPARATELY})"
+    return Verdict(kind, sentence, winner, runner_up, ratio)
 
 
-def _describe(one: str, other: str, ratio: MedianInterval) -> tuple[Kind, str]:
+def _digits(ratio: MedianInterval) -> list[str]:
     digits = 3 if ratio.value < 1.1 else 2
-    value, low, high = (f"{each:.{digits}f}" for each in (ratio.value, ratio.low, ratio.high))
+    return [f"{each:.{digits}f}" for each in (ratio.value, ratio.low, ratio.high)]
+
+
+def _describe(one: str, other: str, ratio: MedianInterval, enough: str) -> tuple[Kind, str]:
+    value, low, high = _digits(ratio)
     launches = f"{ratio.launches} launch" + ("" if ratio.launches == 1 else "es")
     if not ratio.has_enough_launches:
+        seen = f"ratio {value}" if low == high else f"ratio {value}, observed {low} to {high}"
         return "too few", (
-            f"{launches} {'is' if ratio.launches == 1 else 'are'} too few to compare {one} with {other} "
-            f"(ratio {value}, observed {low} to {high}): a verdict needs {MIN_LAUNCHES} of each; "
-            "increase --budget and --rounds"
+            f"{launches} {'is' if ratio.launches == 1 else 'are'} too few to compare {one} with {other} ({seen}): "
+            f"a verdict needs {MIN_LAUNCHES} of each; try {enough}"
         )
     interval = f"95% interval {low} to {high}, {launches} each"
     if ratio.excludes(1.0) and ratio.value > 1:
         return "faster", f"{one} is {value}x faster than {other} ({interval})"
     return "no difference", f"no significant difference between {one} and {other} (ratio {value}, {interval})"
-
-
-def compare_with_winner(winner: str, launches: Launches) -> dict[str, str]:
-    """Return a sentence per contender with enough launches; each interval holds for its pair alone."""
-    found = {}
-    for other in launches:
-        ratio = step_ratio(launches[other], launches[winner]) if other != winner else None
-        if ratio is not None and ratio.has_enough_launches:
-            pair = (winner, other, ratio) if ratio.value >= 1 else (other, winner, ratio.inverse())
-            found[other] = _describe(*pair)[1]
-    return found
 
 
 def choices_to_save(candidates: Launches, timestamp: str) -> Iterator[SavedChoice | str]:

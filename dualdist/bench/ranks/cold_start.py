@@ -8,8 +8,6 @@ number of `sockets`. The ranks wait in FOLDER for each other before init; that w
 between their imports is due to the launcher and the scheduler.
 """
 
-from __future__ import annotations
-
 import time
 
 START = time.perf_counter()

@@ -3,8 +3,6 @@
 Contenders take turns round by round in one process (A B C, C B A, ...), so that noise affects all of them alike.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,7 +23,7 @@ from dualdist.bench.ranks import training
 from dualdist.bench.ranks.cold_start import RAW_LIBRARIES, Library
 from dualdist.bench.ranks.training import Trainer, TrainingCase, make_case, make_trainer, step_case, torch_group
 from dualdist.bench.statistics import max_foreign_cores
-from dualdist.collectives.drift import digest
+from dualdist.collectives.consistency import digest
 from dualdist.diagnostics.recording import Recorder, RecordingPlan, describe_run
 from dualdist.errors import CollectiveError, UnsupportedError
 from dualdist.topology import Topology

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dualdist as dd
+from dualdist import c10d
 from dualdist.bench.jobs import DUALDIST, StepOptions, TrainOptions
 
 CLASSES = 10
@@ -25,6 +26,7 @@ DDP_FLAGS: dict[str, dict[str, bool]] = {
     "ddp": {},
     "ddp_view": {"gradient_as_bucket_view": True},
     "ddp_best": {"gradient_as_bucket_view": True, "broadcast_buffers": False},
+    "ddp_dualdist": {},
 }
 
 
@@ -137,7 +139,7 @@ class Trainer:
 def make_trainer(method: str, case: TrainingCase, device: torch.device) -> Trainer:
     """Build a trainer; all start with the same parameters and use the same optimizer class."""
     module = case.build()
-    model = _ddp(module, device, **DDP_FLAGS[method]) if method in DDP_FLAGS else module
+    model = _ddp(module, device, method) if method in DDP_FLAGS else module
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     if method == DUALDIST:
         dd.wrap_optimizer(optimizer, module.named_parameters())
@@ -156,8 +158,10 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device) -> Train
     return Trainer(method, module, step)
 
 
-def _ddp(model: nn.Module, device: torch.device, **flags: bool) -> nn.Module:
-    options: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None, **flags}
+def _ddp(model: nn.Module, device: torch.device, method: str) -> nn.Module:
+    options: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None, **DDP_FLAGS[method]}
+    if method == "ddp_dualdist":
+        options["process_group"] = dist.new_group(backend=c10d.NAME)
     with warnings.catch_warnings():  # torch 2.13 announces the renaming of broadcast_buffers
         warnings.simplefilter("ignore", FutureWarning)
         return nn.parallel.DistributedDataParallel(model, **options)

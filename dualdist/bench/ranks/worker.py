@@ -4,8 +4,6 @@ The options are a JSON object. Rank 0 writes the report as JSON when all ranks a
 starts the ranks, and does not import torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

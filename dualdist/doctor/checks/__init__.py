@@ -1,6 +1,7 @@
-"""Checks: pure functions from facts to findings, one module per subject; each has find(context)."""
+"""Checks: pure functions from facts to findings, one module per subject; each has find(context).
 
-from __future__ import annotations
+To add a subject, write its module, and add it to CHECKS in diagnosis.py.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

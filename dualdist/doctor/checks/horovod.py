@@ -1,7 +1,5 @@
 """The installed Horovod: the torch, Python and MPI it was built for, and what it was built with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from dualdist.doctor.checks import DoctorContext, Finding, Level, warning

@@ -1,7 +1,5 @@
 """One host: shared memory, limits, cores and threads, and GPUs per rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from dualdist.doctor.checks import DoctorContext, Finding, info, warning

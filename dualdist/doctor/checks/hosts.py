@@ -1,7 +1,5 @@
 """Several hosts: limits, names, connections between them, clocks and package versions."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The launch: the requested backend, transport and timeline, and how Slurm starts the job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from dualdist.backends.horovod import CONTROLLER
@@ -15,6 +13,7 @@ from dualdist.launch.launchers import find_conflicts
 from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT
 from dualdist.topology import Topology
 from dualdist.utils.package_probe import TorchProbe
+from dualdist.utils.variables import unknown_variables
 
 REFUSED = "dd.init() refuses it on every rank"
 TASK_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
@@ -23,6 +22,8 @@ TASK_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL", "CUDA_VI
 def find(context: DoctorContext) -> Iterator[Finding]:
     """Yield problems of the requested options and of a Slurm job."""
     yield from _check_choices(context)
+    for problem in unknown_variables(context.environ):
+        yield warning("variable-unknown", problem, "it changes nothing", "correct its name, or unset it")
     topology = context.topology
     if topology is not None and get_value(context.environ, SLURM_JOB) is not None:
         if topology.launcher == "none":

@@ -1,7 +1,5 @@
 """MPI: mpirun and mpiexec on PATH, mpi4py, and jobs that need MPI."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from dualdist.doctor.checks import DoctorContext, Finding, Level, error, info, warning

@@ -1,7 +1,5 @@
 """Network: interfaces, host names, and the address of rank 0."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

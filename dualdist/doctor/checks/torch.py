@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
 from dualdist.doctor.checks import DoctorContext, Finding, error, info, warning
 from dualdist.doctor.facts import HIDE_ALL, VISIBLE
 from dualdist.horovod_build.machine import OLDEST_TORCH
+from dualdist.utils.extension import VARIABLE
+from dualdist.utils.machine import CORE
 from dualdist.utils.package_probe import TorchProbe
 
 INDEX = "https://download.pytorch.org/whl"
-# torchvision 0.15 is built for torch 2.0, 0.16 for 2.1, and so on.
+# torchvision 0.15 is built for torch 2.0, 0.16 for 2.1, and so on; what comes after 0.29.0 is for torch 2.14 and newer.
 TORCHVISION_OFFSET = 15
+UNPAIRED_TORCHVISION, UNPAIRED_TORCH = "0.29.1", 14
 
 
 def find(context: DoctorContext) -> Iterator[Finding]:
@@ -37,6 +41,7 @@ def find(context: DoctorContext) -> Iterator[Finding]:
         )
     elif probe is not None:
         yield from _check_torch(probe, installed, context)
+        yield from _check_core(installed, context)
         yield from _check_gpu_support(probe, context)
         yield from _check_torchvision(probe, context)
 
@@ -55,10 +60,11 @@ def _check_python(context: DoctorContext) -> Iterator[Finding]:
 def _check_torch(probe: TorchProbe, installed: str, context: DoctorContext) -> Iterator[Finding]:
     numbers = re.match(r"(\d+)\.(\d+)", probe.version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
         yield error(
             "torch-old",
             f"torch {probe.version} is installed",
-            "dualdist requires register_post_accumulate_grad_hook (torch >= 2.1)",
+            f"dualdist requires torch {oldest} or newer: ranks do not start with an older one",
             "pip install --upgrade torch",
         )
     if _release(probe.version) != _release(installed):
@@ -76,6 +82,23 @@ def _check_torch(probe: TorchProbe, installed: str, context: DoctorContext) -> I
             "the native backend requires it",
             "install another build of torch: pip install --force-reinstall torch",
         )
+
+
+def _check_core(installed: str, context: DoctorContext) -> Iterator[Finding]:
+    if context.facts.versions.get(CORE) != "Python" or context.environ.get(VARIABLE) == "1":
+        return
+    others = ", ".join(context.facts.core_built_for)
+    args = ("install", "--no-deps", "--no-build-isolation", "--force-reinstall", "--no-binary", "dualdist", "dualdist")
+    yield Finding(
+        "warning" if others else "info",
+        "core-not-built",
+        f"dualdist's C++ extension was built for {others} (torch and sources), not for torch {installed} and these"
+        if others
+        else f"dualdist's C++ extension was not built for torch {installed}",
+        "Python takes its place: the same results, but gradients and shared memory cost more time",
+        f"with g++ on PATH: pip {' '.join(args)}; in a clone: make setup",
+        context.command("pip", *args),
+    )
 
 
 def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Finding]:
@@ -113,8 +136,8 @@ def _check_torchvision(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
         return
     build = probe.version.partition("+")[2]
     index = ("--index-url", f"{INDEX}/{build}") if build else ()
-    args = ("install", "--no-deps", "--force-reinstall", f"torchvision=={_matching_torchvision(probe.version)}", *index)
-    fix, command = f"pip {' '.join(args)}", context.command("pip", *args)
+    args = ("install", "--no-deps", "--force-reinstall", f"torchvision{_matching_torchvision(probe.version)}", *index)
+    fix, command = f"pip {shlex.join(args)}", context.command("pip", *args)
     if required is not None and _release(required) != _release(probe.version):
         yield warning(
             "torchvision-other-torch",
@@ -124,18 +147,22 @@ def _check_torchvision(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
             command,
         )
     elif probe.has_vision_operators is False:
-        yield warning(
+        yield info(
             "torchvision-operators",
             f"the compiled operators of torchvision {installed} do not load with torch {probe.version}",
-            "`import torchvision` raises `operator torchvision::nms does not exist`",
-            f"{fix}; or call dualdist.utils.torchvision_import.load_torchvision() first, which does without them",
+            "a plain `import torchvision` raises `operator torchvision::nms does not exist`",
+            "import it by dualdist.utils.torchvision_import.load_torchvision(), which needs none of them, as examples "
+            f"do; or {fix}",
             command,
         )
 
 
 def _matching_torchvision(torch: str) -> str:
     numbers = re.match(r"2\.(\d+)\.(\d+)", torch)
-    return f"0.{int(numbers[1]) + TORCHVISION_OFFSET}.{numbers[2]}" if numbers else "(see pytorch.org)"
+    if numbers is None:
+        return "==(see pytorch.org)"
+    minor = int(numbers[1])
+    return f">={UNPAIRED_TORCHVISION}" if minor >= UNPAIRED_TORCH else f"==0.{minor + TORCHVISION_OFFSET}.{numbers[2]}"
 
 
 def _release(version: str) -> str:

@@ -3,8 +3,6 @@
 To add one, write its commands and its Launcher in a module of this package, and add it to ALL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 from dualdist.backends import registry

@@ -1,7 +1,5 @@
 """horovodrun, Horovod's launcher: it starts the ranks itself (--gloo), or by mpirun (--mpi)."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """mpirun of Open MPI 4 and 5, and of MPICH and its derivatives (Intel MPI, MVAPICH), which use Hydra."""
 
-from __future__ import annotations
-
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Command, Job, Launcher, Program, Site
 

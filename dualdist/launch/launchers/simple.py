@@ -1,7 +1,5 @@
 """Launchers whose command lines are a few words: plain python, spawn, torchrun, srun; and jsrun, for scripts only."""
 
-from __future__ import annotations
-
 from dualdist.backends import registry
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Command, Host, Job, Launcher, Program, Site
@@ -92,7 +90,7 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 PYTHON = Launcher("python", python_commands, is_single_rank=True)
 SPAWN = Launcher("spawn", spawn_commands)
-TORCHRUN = Launcher("torchrun", torchrun_commands, (TORCHRUN_PROGRAM,))
+TORCHRUN = Launcher("torchrun", torchrun_commands, (TORCHRUN_PROGRAM,), repeats_failures=True)
 SRUN = Launcher("srun", srun_commands, (SRUN_PROGRAM,), mpi="optional", uses_allocation=True, uses_task_cpus=True)
 # IBM's Job Step Manager needs resource sets, which the script for LSF computes from its resources.
 JSRUN = Launcher("jsrun", None, mpi="always", uses_allocation=True)

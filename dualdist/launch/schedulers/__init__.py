@@ -1,6 +1,7 @@
-"""Job scripts: the text that a person submits to a scheduler, rendered from templates/ for a ScriptRequest."""
+"""Job scripts: the text that a person submits to a scheduler, rendered from templates/ for a ScriptRequest.
 
-from __future__ import annotations
+To add a scheduler, write its template, and a Scheduler in SCHEDULERS.
+"""
 
 import json
 import re
@@ -33,6 +34,12 @@ from dualdist.utils.suggest import require_choice
 
 T = TypeVar("T")
 SUBMIT_S = 120.0
+# Kubeflow's Training Operator (PyTorchJob, MPIJob), and its successor, Trainer (TrainJob).
+KUBEFLOW = ("v1", "v2")
+# Where Trainer's MPI plugin writes the list of hosts, and where it is asked to mount its keys.
+MPI_HOSTFILE, SSH_KEYS = "/etc/mpi/hostfile", "/etc/mpi-ssh"
+# The launcher's copy of the key, as ssh refuses one that others can read; a worker's own key; and the workers' port.
+SSH_KEY, HOST_KEY, SSH_PORT = "/tmp/mpi-ssh-key", "/tmp/host-key", 2222
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class ScriptRequest:
         requeue: seconds before the time limit at which the job gets a notice to stop, to be queued again.
         setup: lines of shell that make `python` the one that has dualdist.
         container: an image that has dualdist.
+        kubeflow: one of KUBEFLOW, for the scheduler kubernetes.
         hosts: host names, for the scheduler ssh.
         handed_on: names of variables whose values the script takes from the shell that submits it.
     """
@@ -99,6 +107,7 @@ class ScriptRequest:
     job_name: str | None = None
     handed_on: tuple[str, ...] = ()
     requeue: int | None = None
+    kubeflow: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "tasks_per_node", "cpus_per_task"):
@@ -267,8 +276,11 @@ def job_script(name: str, request: ScriptRequest) -> str:
     if request.requeue is not None and scheduler.submit is None:
         raise UsageError(f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts")
     _check_request(name, request)
-    context = _kubernetes_context(request) if name == "kubernetes" else _shell_context(request)
-    return _render(scheduler.template, r=request, **context)
+    if name != "kubernetes":
+        return _render(scheduler.template, r=request, **_shell_context(request))
+    if request.kubeflow == "v2":
+        return _render("trainjob.yaml.j2", r=request, **_trainjob_context(request))
+    return _render(scheduler.template, r=request, **_kubernetes_context(request))
 
 
 def _render(template: str, **context: object) -> str:
@@ -294,6 +306,8 @@ def _check_request(name: str, request: ScriptRequest) -> None:
     """Raise UsageError for what this scheduler alone cannot run."""
     if name == "kubernetes":
         _check_kubernetes(request)
+    elif request.kubeflow is not None:
+        raise UsageError(f"--kubeflow {request.kubeflow} with the scheduler {name}: it is for kubernetes; leave it out")
     elif request.launcher == "horovodrun" and request.transport == "mpi":
         raise UsageError("horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself")
     if name == "pbs" and request.requeue is not None and request.seconds is None:
@@ -311,6 +325,8 @@ def _check_request(name: str, request: ScriptRequest) -> None:
 
 
 def _check_kubernetes(request: ScriptRequest) -> None:
+    if request.kubeflow is not None:
+        require_choice(request.kubeflow, KUBEFLOW, "version of Kubeflow's API")
     if request.container is None:
         raise UsageError("Kubernetes runs images: name one that has dualdist, --container registry/name:tag")
     if request.setup:
@@ -341,21 +357,62 @@ def _shell_context(request: ScriptRequest) -> dict[str, object]:
 
 def _kubernetes_context(request: ScriptRequest) -> dict[str, object]:
     """Return what the template for Kubernetes needs besides the request."""
-    variables, memory = request.variables(), request.memory_in("Gi", "Mi")
+    return {
+        "generate_name": f"{_object_name(request)[:50]}-",
+        "limits": _limits(request),
+        "mpirun_command": ["mpirun", *_mpirun_words(request, request.variables())],
+        "torchrun_variables": _torchrun_variables(request),
+    }
+
+
+def _trainjob_context(request: ScriptRequest) -> dict[str, object]:
+    """Return what the template of Trainer's TrainJob needs besides the request."""
+    variables = _torchrun_variables(request)
+    if request.launcher == "mpirun":
+        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
+        agent = " ".join(["ssh", "-p", str(SSH_PORT), "-i", SSH_KEY, *(f"-o{option}" for option in options)])
+        # Open MPI 4 reads the first, Open MPI 5 the second, which knows nothing of the plugin's variables either.
+        agents = {"OMPI_MCA_plm_rsh_agent": agent, "PRTE_MCA_plm_ssh_agent": agent}
+        variables = {**request.variables(), **agents}
+    return {
+        # Kubernetes adds up to 20 characters to the names of pods, which have at most 63.
+        "name": _object_name(request)[:40].strip("-"),
+        "limits": _limits(request),
+        # By its full path, mpirun tells its daemons where Open MPI lies. They have the PATH of an ssh session.
+        "launcher_script": f'install -m 600 {SSH_KEYS}/id_rsa {SSH_KEY} && exec "$(command -v mpirun)" "$@"',
+        "mpirun_args": ["--hostfile", MPI_HOSTFILE, "-x", "PATH", *_mpirun_words(request, request.variables())],
+        "trainer_variables": variables,
+        "ssh_keys": SSH_KEYS,
+        "host_key": HOST_KEY,
+        "ssh_port": SSH_PORT,
+    }
+
+
+def _object_name(request: ScriptRequest) -> str:
+    """Return the job's name as Kubernetes allows it."""
+    name = re.sub(r"[^a-z0-9-]+", "-", request.title.lower()).strip("-") or "train"
+    return name if name[0].isalpha() else f"job-{name}"
+
+
+def _limits(request: ScriptRequest) -> dict[str, str]:
+    """Return the resources of a pod."""
+    memory = request.memory_in("Gi", "Mi")
     limits = {"cpu": str(request.cpus_per_task * request.tasks_per_node)}
     limits |= {"memory": memory} if memory is not None else {}
-    limits |= {"nvidia.com/gpu": str(request.node_gpus)} if request.node_gpus else {}
+    return limits | ({"nvidia.com/gpu": str(request.node_gpus)} if request.node_gpus else {})
+
+
+def _torchrun_variables(request: ScriptRequest) -> dict[str, str]:
     # torchrun gives its ranks 30 seconds after SIGTERM by default.
     grace = {} if request.requeue is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(request.requeue)}
+    return {**request.variables(), **grace}
+
+
+def _mpirun_words(request: ScriptRequest, variables: Mapping[str, str]) -> list[str]:
+    """Return what follows mpirun in a launcher pod."""
     exported = [word for name in variables for word in ("-x", name)]
-    mpirun = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-n", str(request.size), *exported]
-    name = re.sub(r"[^a-z0-9-]+", "-", request.title.lower()).strip("-") or "train"
-    return {
-        "generate_name": f"{name[:50]}-",
-        "limits": limits,
-        "mpirun_command": [*mpirun, "python", *request.program],
-        "torchrun_variables": {**variables, **grace},
-    }
+    flags = ["--allow-run-as-root", "--bind-to", "none", "-n", str(request.size), *exported]
+    return [*flags, "python", "-m", "dualdist", "exec", *request.program]
 
 
 def submit_script(name: str, text: str) -> str:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Client, Connection, Listener
 
 import torch
 
-from dualdist.backends.base import InitContext, PrivateBuffers, ReduceOp, Store, Work
+from dualdist.backends.base import InitContext, ReduceOp, Store, Work, filled, gathered
 from dualdist.backends.control_plane import as_bytes
 from dualdist.backends.registry import BackendSpec
 from dualdist.errors import CLOSED, CollectiveTimeoutError, NotInitializedError, RankLostError
@@ -30,7 +30,7 @@ class SocketWork:
         return self._future.result()
 
 
-class SocketBackend(PrivateBuffers):
+class SocketBackend:
     """Moves tensors in the order of the calls, in one thread; every reduction is an allgather first."""
 
     name = "sockets"
@@ -38,6 +38,8 @@ class SocketBackend(PrivateBuffers):
     supported_reduce_dtypes = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
     traceable = False
     done_means_all_started = True
+    mean_devices: frozenset[str] = frozenset()
+    rank_order_devices = frozenset(("cpu",))
 
     def __init__(self, store: Store, key: str, ranks: Sequence[int], job_rank: int, timeout_s: float) -> None:
         self.ranks, self.size, self.timeout_s, self.is_open = tuple(ranks), len(ranks), timeout_s, True
@@ -81,15 +83,21 @@ class SocketBackend(PrivateBuffers):
         timeout_s = self.timeout_s
         return SocketWork(self._thread.submit(lambda: finish(self._exchange(outgoing, timeout_s))))
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
+        filled(buffer, source)
+
         def finish(received: list[torch.Tensor]) -> torch.Tensor:
             return buffer.copy_(reduce(REDUCE[op], [data.view(buffer.dtype).view(buffer.shape) for data in received]))
 
         return self._submit([buffer] * self.size, finish)
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> Work:
-        shape = (self.size * tensor.shape[0], *tensor.shape[1:])
-        return self._submit([tensor] * self.size, lambda received: torch.cat(received).view(tensor.dtype).view(shape))
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+        target = gathered(tensor, self.size, output)
+
+        def finish(received: list[torch.Tensor]) -> torch.Tensor:
+            return target.copy_(torch.cat(received).view(tensor.dtype).view(target.shape))
+
+        return self._submit([tensor] * self.size, finish)
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
         outgoing = [buffer if self.rank == root else buffer.new_empty(0)] * self.size

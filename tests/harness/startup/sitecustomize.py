@@ -12,8 +12,6 @@ The first optimizer that steps imports torch's compiler (`torch._dynamo`), only 
 alone: 2 CPU seconds, as much as torch itself. Here it is imported when anything else of it is used.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

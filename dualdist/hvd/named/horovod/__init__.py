@@ -1,7 +1,5 @@
 """The package `horovod` under the alias: its version and `run`; importing it installs the alias."""
 
-from __future__ import annotations
-
 import importlib
 
 from dualdist.hvd.alias import install

@@ -1,0 +1,181 @@
+"""The Python twin of the extension's ShmChannel, for processors that do not reorder writes.
+
+Every rank has two slots, which it fills in turn, one for each chunk, and a counter of the chunks that it has posted.
+All ranks read the slots of all. A rank that fills a slot again has seen all ranks post the chunk in between, before
+which they had read that slot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from itertools import count
+
+import torch
+
+from dualdist.backends.control_plane import as_bytes
+
+CACHE_LINE_BYTES = 64  # each rank writes to its own cache line
+WORD_BYTES = 8
+LENGTHS = "2I"  # of a message's text and payload, at the start of its slot
+PAYLOAD_START = 64
+# A rank waits by polling, then yielding its core between polls, then sleeping.
+POLLS = 100
+BUSY_S = 0.002
+PAUSE_S = 0.0001
+# In the order of channel.OPS.
+REDUCE = (torch.add, torch.mul, torch.minimum, torch.maximum, torch.add)
+MEAN = 4
+
+
+def channel_bytes(size: int, slot_bytes: int) -> int:
+    """Return the size of the memory of a channel, in C++ and here."""
+    return CACHE_LINE_BYTES * (1 + size) + 2 * size * slot_bytes
+
+
+class PythonChannel:
+    """See ShmChannel in dualdist/csrc/shared_memory.cpp."""
+
+    def __init__(self, memory: mmap.mmap, index: int, size: int, slot_bytes: int) -> None:
+        self.steps = 0
+        self._index, self._size, self._slot_bytes = index, size, slot_bytes
+        header = CACHE_LINE_BYTES * (1 + size)
+        self._words = memoryview(memory)[:header].cast("q")
+        line = CACHE_LINE_BYTES // WORD_BYTES
+        self._announced = range(line, header // WORD_BYTES, line)
+        self._posted = range(line + 1, header // WORD_BYTES, line)
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=header, count=2 * size * slot_bytes)
+        self._slots = slots.view(size, 2, slot_bytes)
+        self._turn = 0
+        self._running: Iterator[None] | None = None  # runs up to the next wait for all ranks
+
+    def announce(self) -> int:
+        word = self._announced[self._index]
+        self._words[word] += 1
+        return self._words[word]
+
+    def have_all_announced(self, number: int) -> bool:
+        return all(self._words[word] >= number for word in self._announced)
+
+    def begin_message(self, text: bytes, payload: torch.Tensor | None) -> None:
+        data = b"" if payload is None else payload.detach().numpy().tobytes()
+        header = struct.pack(LENGTHS, len(text), len(data)).ljust(PAYLOAD_START, b"\0")
+        message = torch.frombuffer(bytearray(header + data + text), dtype=torch.uint8)
+        self._next_slot()[: len(message)] = message
+        self._post()
+        self._running = iter([None])
+        next(self._running)
+
+    def texts(self) -> list[bytes]:
+        return [self._message(rank)[1] for rank in range(self._size)]
+
+    def are_texts_equal(self) -> bool:
+        messages = [(len(payload), text) for payload, text in map(self._message, range(self._size))]
+        return all(message == messages[0] for message in messages)
+
+    def reduce_payloads(self, tensor: torch.Tensor, op: int, in_place: bool) -> torch.Tensor:
+        result = tensor.detach() if in_place else torch.empty_like(tensor)
+        flat = result.view(-1)
+        values = slice(PAYLOAD_START, PAYLOAD_START + tensor.nbytes)
+        self._reduce(flat, [slot[values].view(tensor.dtype) for slot in self._slots[:, self._turn]], op)
+        return tensor if in_place else result
+
+    def begin_allreduce(self, tensor: torch.Tensor, output: torch.Tensor, op: int) -> None:
+        self._running = self._allreduce(tensor.view(-1), output.view(-1), op)
+
+    def begin_allgather(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        self._running = self._allgather(as_bytes(tensor), as_bytes(output).view(self._size, -1))
+
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._running = self._broadcast(as_bytes(tensor), root)
+
+    def advance(self, wait_s: float) -> bool:
+        while self._running is not None:
+            if not self._wait_for_all(wait_s):
+                return False
+            try:
+                next(self._running)
+            except StopIteration:
+                self._running = None
+        return True
+
+    def _allreduce(self, flat: torch.Tensor, output: torch.Tensor, op: int) -> Iterator[None]:
+        count = self._slot_bytes // flat.itemsize
+        for start in range(0, len(flat), count):
+            chunk = flat[start : start + count]
+            self._fill(as_bytes(chunk))
+            yield
+            slots = self._slots[:, self._turn, : chunk.nbytes]
+            self._reduce(output[start : start + count], [slot.view(flat.dtype) for slot in slots], op)
+
+    def _allgather(self, data: torch.Tensor, rows: torch.Tensor) -> Iterator[None]:
+        for start in range(0, len(data), self._slot_bytes):
+            chunk = slice(start, start + self._slot_bytes)
+            self._fill(data[chunk])
+            yield
+            rows[:, chunk].copy_(self._slots[:, self._turn, : len(data[chunk])])
+
+    def _broadcast(self, data: torch.Tensor, root: int) -> Iterator[None]:
+        for start in range(0, len(data), self._slot_bytes):
+            chunk = data[start : start + self._slot_bytes]
+            self._fill(chunk if root == self._index else chunk[:0])
+            yield
+            if root != self._index:
+                chunk.copy_(self._slots[root, self._turn, : len(chunk)])
+
+    def _next_slot(self) -> torch.Tensor:
+        self._turn ^= 1
+        return self._slots[self._index, self._turn]
+
+    def _fill(self, data: torch.Tensor) -> None:
+        self._next_slot()[: len(data)].copy_(data)
+        self._post()
+
+    def _post(self) -> None:
+        self.steps += 1
+        self._words[self._posted[self._index]] = self.steps
+
+    def _have_all_posted(self) -> bool:
+        words, steps = self._words, self.steps
+        for word in self._posted:  # noqa: SIM110  a generator would be called for every rank
+            if words[word] < steps:
+                return False
+        return True
+
+    def _wait_for_all(self, wait_s: float) -> bool:
+        start = time.monotonic()
+        for poll in count():
+            if self._have_all_posted():
+                return True
+            if poll < POLLS:
+                continue
+            waited_s = time.monotonic() - start
+            if waited_s >= wait_s:
+                return False
+            if waited_s < BUSY_S:
+                os.sched_yield()
+            else:
+                time.sleep(PAUSE_S)
+        raise AssertionError("count() ended")
+
+    def _message(self, rank: int) -> tuple[bytes, bytes]:
+        """Return the payload and the text of a rank's message."""
+        slot = self._slots[rank, self._turn].numpy().data
+        text_bytes, payload_bytes = struct.unpack_from(LENGTHS, slot)
+        start = PAYLOAD_START + payload_bytes
+        return bytes(slot[PAYLOAD_START:start]), bytes(slot[start : start + text_bytes])
+
+    def _reduce(self, total: torch.Tensor, parts: list[torch.Tensor], op: int) -> None:
+        """Reduce the parts into `total`, from the first to the last, so that all ranks round alike."""
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            REDUCE[op](total, part, out=total)
+        if op != MEAN:
+            return
+        if self._size & (self._size - 1):  # as dualdist.collectives.reductions.divide_
+            total.div_(self._size)
+        else:
+            total.mul_(1 / self._size)

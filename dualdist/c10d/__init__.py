@@ -1,0 +1,27 @@
+"""dualdist's transports beneath torch.distributed: `init_process_group("dualdist")`.
+
+Importing this registers the backend. torch does so by itself while it is being imported, by this package's entry point
+in the group `torch.backends`, in every program of an environment in which dualdist is installed: so nothing else is
+imported before a process group is created, as torch is not complete yet. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off.
+"""
+
+from typing import Any
+
+NAME = "dualdist"
+
+
+def register() -> None:
+    """Make `torch.distributed.init_process_group("dualdist")` known to torch."""
+    import torch.distributed as dist  # not above: a program may import this first, and torch then calls register()
+
+    if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(given: Any, options: object) -> Any:
+    from dualdist.c10d.connection import create_group
+
+    return create_group(given)
+
+
+register()

@@ -1,0 +1,447 @@
+"""dualdist's transports as a process group of torch.distributed.
+
+Private API of torch, tried with torch 2.13.0: torch puts a subclass of ProcessGroup in place of its own process group,
+and calls its methods by their names, from C++ (DDP, functional collectives) through a trampoline that knows some of
+them. The aliases at the end are the names before torch 2.13.
+
+What the transports lack is built of what they have: a gather or scatter is an alltoall in which most ranks send
+nothing; a reduction to one rank, and a reduce-scatter, an allreduce of a copy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from dualdist.backends.base import Backend, CompletedWork, ConvertedWork, PointToPoint, ReduceOp, Work
+from dualdist.backends.control_plane import as_bytes
+from dualdist.c10d.work import GroupWork, PeerWork, Progress
+from dualdist.collectives import reductions
+from dualdist.collectives.reductions import divide_, sparse_sum
+from dualdist.errors import CollectiveTimeoutError, UnsupportedError, UsageError
+from dualdist.monitoring.monitored import Monitor, MonitoredBackend
+from dualdist.utils.deadline import stop_at_exit
+
+Tensors = list[torch.Tensor]
+Op: Any = dist.ReduceOp.RedOpType
+ProcessGroup: Any = dist.ProcessGroup  # with overloads for one tensor, which torch.distributed itself does not call
+OPS: dict[Any, ReduceOp] = {Op.SUM: "sum", Op.MIN: "min", Op.MAX: "max", Op.PRODUCT: "product"}
+BITWISE = {Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor}
+
+
+@dataclass(frozen=True)
+class GroupBackend:
+    """The backend of a process group, the monitor that names its missing ranks, and how it is closed."""
+
+    transport: Backend
+    monitor: Monitor
+    close: Callable[[], None]
+    wait_budget_s: float  # Note [no spare core] of work.py
+
+
+class DualdistGroup(ProcessGroup):  # type: ignore[misc]
+    """A process group over a backend of dualdist."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, members: GroupBackend, name: str) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self.members = members
+        self._backend = MonitoredBackend(members.transport, members.monitor)
+        self._name = name
+        self._description = ""
+        self._timeout_s = members.transport.timeout_s
+        self._count = 0
+        self._progress = Progress(members.wait_budget_s)
+        atexit.register(self._at_exit)
+
+    # torch keeps these in its own backends, of which there is none here.
+
+    def getBackendName(self) -> str:
+        return "dualdist"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    # Operations
+
+    def allreduce(self, given: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
+        tensors = [given] if isinstance(given, torch.Tensor) else given  # as DDP calls it in join()
+        opts = opts or c10d.AllreduceOptions()
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._allreduce_sparse(tensors, opts)
+
+        def begin_one(flat: torch.Tensor, name: str) -> Work:
+            return self._allreduce(flat, opts.reduceOp.op, name)
+
+        return self._submit("allreduce", tensors, opts, lambda name: in_place(tensors, name, begin_one))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> GroupWork:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
+        def begin(name: str) -> Sequence[Work]:
+            work = self._allreduce(copied(tensors[0]), opts.reduceOp.op, name)
+            return [stored(work, tensors if self.rank() == opts.rootRank else [])]
+
+        return self._submit("reduce", tensors, opts, begin)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
+        def begin_one(flat: torch.Tensor, name: str) -> Work:
+            return self._backend.broadcast_(as_bytes(flat), opts.rootRank, name)
+
+        return self._submit("broadcast", tensors, opts, lambda name: in_place(tensors, name, begin_one))
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
+        def begin(name: str) -> Sequence[Work]:
+            return [
+                stored(self._gather_bytes(tensor, each), into)
+                for tensor, into, each in zip(inputs, outputs, numbered(name, inputs), strict=True)
+            ]
+
+        return self._submit("allgather", [each for into in outputs for each in into], opts, begin, inputs)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
+        # outputs[rank][number], unlike in allgather
+        return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
+        def begin(name: str) -> Sequence[Work]:
+            return [
+                self._gather_into(output, tensor, each)
+                for output, tensor, each in zip(outputs, inputs, numbered(name, inputs), strict=True)
+            ]
+
+        return self._submit("allgather", outputs, opts, begin, inputs)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> GroupWork:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
+        def begin(name: str) -> Sequence[Work]:
+            return [
+                self._reduce_scatter(output, copied(tensor), opts.reduceOp.op, each)
+                for output, tensor, each in zip(outputs, inputs, numbered(name, inputs), strict=True)
+            ]
+
+        return self._submit("reduce_scatter", outputs, opts, begin, inputs)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> GroupWork:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
+        def begin(name: str) -> Sequence[Work]:
+            joined = [torch.cat([plain(each).reshape(-1) for each in parts]) for parts in inputs]
+            return [
+                self._reduce_scatter(output, tensor, opts.reduceOp.op, each)
+                for output, tensor, each in zip(outputs, joined, numbered(name, outputs), strict=True)
+            ]
+
+        return self._submit("reduce_scatter", outputs, opts, begin, [each for parts in inputs for each in parts])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        opts: Any,
+    ) -> GroupWork:
+        received, sent = self._row_sizes(output, output_splits), self._row_sizes(tensor, input_splits)
+        return self._alltoall("alltoall", [output], [tensor], received, sent, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
+        received, sent = [each.nbytes for each in outputs], [each.nbytes for each in inputs]
+        return self._alltoall("alltoall", outputs, inputs, received, sent, opts)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
+        targets = outputs[0] if self.rank() == opts.rootRank else []
+        received = [each.nbytes for each in targets] or [0] * self.size()
+        sent = [inputs[0].nbytes if rank == opts.rootRank else 0 for rank in range(self.size())]
+        return self._alltoall("gather", targets, inputs, received, sent, opts)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
+        sources = inputs[0] if self.rank() == opts.rootRank else []
+        sent = [each.nbytes for each in sources] or [0] * self.size()
+        received = [outputs[0].nbytes if rank == opts.rootRank else 0 for rank in range(self.size())]
+        return self._alltoall("scatter", outputs, sources, received, sent, opts)
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        token = torch.zeros(1, dtype=torch.uint8)
+        opts = opts or c10d.BarrierOptions()
+        return self._submit("barrier", [], opts, lambda name: [self._backend.allgather(token, name)])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that are missing."""
+        options = c10d.BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        options.asyncOp = False
+        self.barrier(options).wait()
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> PeerWork:
+        tensor = plain(check(tensors)[0])
+        work = self._peers().send(tensor, to, tag) if tensor.numel() else CompletedWork(tensor)
+        return PeerWork(work, f"send to rank {self._job_rank(to)}", self.members.monitor)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> PeerWork:
+        return self._receive(tensors, source, tag, f"receive from rank {self._job_rank(source)}")
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> PeerWork:
+        return self._receive(tensors, None, tag, "receive from any rank")
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin to collect operations: nothing to do, as they are finished in order."""
+
+    def _end_coalescing(self, device: torch.device) -> GroupWork:
+        """Return work that is done once all operations before it are."""
+        return self._submit("coalesced", [], c10d.BarrierOptions(), lambda name: [])
+
+    # The group itself
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = self._backend.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        atexit.unregister(self._at_exit)
+        if self._progress.is_open:
+            self._progress.is_open = False
+            self.members.close()
+            self._progress.close()
+
+    abort = shutdown
+
+    def _at_exit(self) -> None:
+        """End the threads before the interpreter does, inside C++ code of which it would abort the process."""
+        stop_at_exit(self.shutdown)
+
+    # How they are done
+
+    def _submit(
+        self,
+        kind: str,
+        result: Tensors,
+        opts: Any,
+        begin: Callable[[str], Sequence[Work]],
+        inputs: Tensors = (),  # type: ignore[assignment]
+    ) -> GroupWork:
+        check([*result, *inputs])
+        self._progress.require_usable()
+        self._count += 1
+        name, own_s = f"c10d.{self._name}.{kind}.{self._count}", opts.timeout.total_seconds()
+        with self._time_limit(own_s):
+            work = GroupWork(self._progress, begin(name), result, lambda: self._time_limit(own_s))
+        self._progress.add(work, in_background=getattr(opts, "asyncOp", True))
+        return work
+
+    @contextlib.contextmanager
+    def _time_limit(self, seconds: float) -> Iterator[None]:
+        """Limit the waits in the block to these seconds, if they are positive, else to those of the group.
+
+        Raises:
+            CollectiveTimeoutError: of these ranks, with the word that programs look for in errors of torch's backends.
+        """
+        limit_s = seconds if seconds > 0 else self._timeout_s
+        self._backend.timeout_s = limit_s
+        try:
+            yield
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(f"the timeout of {limit_s:g} s has passed: {error}") from error.__cause__
+        finally:
+            self._backend.timeout_s = self._timeout_s
+
+    def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> GroupWork:
+        """Reduce sparse tensors at once, by several operations of the transport."""
+
+        def begin(name: str) -> Sequence[Work]:
+            if opts.reduceOp.op != Op.SUM:
+                raise UnsupportedError("sparse tensors are reduced by SUM only")
+            with self._progress.all_finished():
+                for tensor, each in zip(tensors, numbered(name, tensors), strict=True):
+                    total = sparse_sum(self._backend, tensor.detach(), "sum", each)
+                    with torch.no_grad():
+                        tensor.copy_(total)  # which resizes it, and not a tensor that detach() returns
+            return []
+
+        return self._submit("allreduce", tensors, opts, begin)
+
+    def _allreduce(self, flat: torch.Tensor, op: Any, name: str) -> Work:
+        """Begin to reduce a contiguous tensor in place."""
+        backend = self._backend
+        if not flat.numel():
+            return CompletedWork(flat)
+        if op in BITWISE:
+            rows = backend.allgather(flat.view(1, -1), name)
+            return ConvertedWork(rows, lambda found: flat.copy_(combined(found, BITWISE[op]).view(flat.shape)))
+        if op == Op.AVG:
+            if not (flat.is_floating_point() or flat.is_complex()):
+                raise UsageError(f"the average of {flat.dtype} is not a {flat.dtype}: convert the tensor, or add")
+            if flat.dtype in backend.supported_reduce_dtypes and "cpu" in backend.mean_devices:
+                return backend.allreduce_(flat, "mean", name)
+            return ConvertedWork(
+                reductions.allreduce_(backend, flat, "sum", name), lambda total: divide_(total, self.size())
+            )
+        if op not in OPS:
+            raise UnsupportedError(f"op {op}: dualdist reduces by SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR and BXOR")
+        return reductions.allreduce_(backend, flat, OPS[op], name)
+
+    def _reduce_scatter(self, output: torch.Tensor, own: torch.Tensor, op: Any, name: str) -> Work:
+        """Reduce a tensor of every rank, which is overwritten; store this rank's part."""
+        if own.numel() != output.numel() * self.size():
+            raise UsageError(f"reduce_scatter of {own.numel()} elements on {self.size()} ranks into {output.numel()}")
+        part = own.view(-1).split(output.numel())[self.rank()] if own.numel() else own.view(-1)
+        return stored(ConvertedWork(self._allreduce(own, op, name), lambda _: part), [output])
+
+    def _gather_bytes(self, tensor: torch.Tensor, name: str) -> Work:
+        data = as_bytes(plain(tensor))
+        return self._backend.allgather(data, name) if data.numel() else CompletedWork(data)
+
+    def _gather_into(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work:
+        if (output.numel(), output.dtype) != (tensor.numel() * self.size(), tensor.dtype):
+            given, into = (f"{each.numel()} elements of {each.dtype}" for each in (tensor, output))
+            raise UsageError(f"allgather of {given} on {self.size()} ranks into {into}")
+        if not output.is_contiguous() or not tensor.numel():
+            return stored(self._gather_bytes(tensor, name), [output])
+        return self._backend.allgather(as_bytes(plain(tensor)), name, as_bytes(output.detach()))
+
+    def _alltoall(
+        self,
+        kind: str,
+        outputs: Tensors,
+        inputs: Tensors,
+        received: Sequence[int],
+        sent: Sequence[int],
+        opts: Any,
+    ) -> GroupWork:
+        """Send bytes to each rank: the next sent[i] of the inputs to rank i."""
+
+        def begin(name: str) -> Sequence[Work]:
+            data = [as_bytes(plain(each)) for each in inputs]
+            given = data[0] if len(data) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *data])
+            return [stored(self._backend.alltoall(given, sent, received, name), outputs)]
+
+        return self._submit(kind, outputs, opts, begin, inputs)
+
+    def _row_sizes(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
+        """Return how many bytes of a tensor are each rank's."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % self.size():
+                raise UsageError(f"alltoall of {rows} rows between {self.size()} ranks: pass splits")
+            splits = [rows // self.size()] * self.size()
+        if len(splits) != self.size() or sum(splits) != rows:
+            raise UsageError(f"splits {list(splits)}: expected {self.size()} numbers of rows, together {rows}")
+        return [count * (tensor.nbytes // rows if rows else 0) for count in splits]
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int, what: str) -> PeerWork:
+        (tensor,) = check(tensors)
+        target = tensor.detach()
+        flat = target.contiguous()
+        work = self._peers().receive_(flat, source, tag) if flat.numel() else CompletedWork(flat)
+        return PeerWork(work, what, self.members.monitor, None if flat is target else tensor)
+
+    def _peers(self) -> PointToPoint:
+        transport = self.members.transport
+        if not isinstance(transport, PointToPoint):
+            raise UnsupportedError(
+                f"the backend {transport.name} has no send and recv: set DUALDIST_BACKEND=native, or mpi under mpirun"
+            )
+        self._progress.require_usable()
+        return transport
+
+    def _job_rank(self, index: int) -> int:
+        return self.members.transport.ranks[index]
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def stored(work: Work, targets: Sequence[torch.Tensor]) -> Work:
+    """Return work whose wait() copies the bytes of the result to these tensors, one after the other."""
+
+    def store_all(result: torch.Tensor) -> torch.Tensor:
+        parts = as_bytes(result).split([target.nbytes for target in targets]) if targets else ()
+        for target, part in zip(targets, parts, strict=True):
+            store(target, part)
+        return result
+
+    return ConvertedWork(work, store_all)
+
+
+def store(target: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy bytes into a tensor, which may be part of a graph, or made in inference mode."""
+    with torch.inference_mode(target.is_inference()):
+        into = target.detach()
+        if into.is_contiguous():
+            as_bytes(into).copy_(data)
+        else:
+            into.copy_(data.clone().view(into.dtype).view(into.shape))
+
+
+def in_place(tensors: Tensors, name: str, begin: Callable[[torch.Tensor, str], Work]) -> Sequence[Work]:
+    """Begin an operation on each tensor, or on a contiguous copy of which the result is copied back."""
+    works = []
+    for tensor, each in zip(tensors, numbered(name, tensors), strict=True):
+        values = plain(tensor)
+        work = begin(values, each) if values.numel() else CompletedWork(values)
+        works.append(work if values.data_ptr() == tensor.data_ptr() else stored(work, [tensor]))
+    return works
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of the same values, without autograd; a copy only where needed."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    return plain(tensor).clone()
+
+
+def combined(rows: torch.Tensor, op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Reduce rows in rank order."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = op(total, row)
+    return total
+
+
+def numbered(name: str, tensors: Sequence[object]) -> list[str]:
+    """Return a name for each tensor of one operation."""
+    return [name] if len(tensors) == 1 else [f"{name}.{number}" for number in range(len(tensors))]
+
+
+def check(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the tensors; UnsupportedError unless they are on the CPU."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(
+                f"the backend dualdist moves CPU tensors, not {tensor.device.type}: for GPUs set the group up with "
+                'init_process_group("nccl"), or use dd.init()'
+            )
+    return tensors

@@ -1,0 +1,218 @@
+"""check_consistency: fingerprints of tensors, and the comparison of all ranks' bits.
+
+Note [fingerprint]: it is computed where the tensor lies, so that a model on a GPU need not be copied. Each chunk of
+32-bit words becomes the sum of the words times as many random numbers, modulo 2**64 (multilinear hashing; Lemire and
+Kaser, "Strongly universal string hashing is fast", The Computer Journal 57, 2014): two chunks that differ have the same
+sum with a probability of at most 2**-32. That protects against accidents, not against an attacker.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import ControlAllgather, as_bytes, check_same_tensors
+from dualdist.collectives.collectives import run_agreed
+from dualdist.collectives.group import Group
+from dualdist.collectives.tensor_utils import named_pairs, plain_values, spec
+from dualdist.errors import DriftError, UnsupportedError, UsageError
+from dualdist.utils.suggest import format_ranks, type_name
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+WORD_BYTES = 4
+CHUNK_WORDS = 1 << 16  # with their products they fit a processor's L2 cache
+# Chunks at a time: on a GPU a call costs more than its work.
+CHUNKS_ON_CPU, CHUNKS_ELSEWHERE = 1, 64
+DIGEST_BYTES = 16
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a digest of all bits of the tensors, in this order."""
+    return hashlib.sha256(b"".join(fingerprints(list(tensors)))).hexdigest()
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return DIGEST_BYTES per tensor, the same for the same bits on any device; wait once per device."""
+    found: list[bytes] = [b""] * len(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        hasher = ChunkHasher(device)
+        sums = [hasher.sums(plain_values(tensors[number]).contiguous()) for number in numbers]
+        on_cpu = torch.cat(sums).cpu()
+        for number, chunks in zip(numbers, on_cpu.split(list(map(len, sums))), strict=True):
+            # With the length, since zeros at the end add nothing to a sum.
+            data = tensors[number].nbytes.to_bytes(8, "little") + chunks.numpy().tobytes()
+            found[number] = hashlib.sha256(data).digest()[:DIGEST_BYTES]
+    return found
+
+
+class ChunkHasher:
+    """Sums the chunks of one tensor after the other, in the same memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._step = CHUNKS_ON_CPU if device.type == "cpu" else CHUNKS_ELSEWHERE
+        self._factors = _factors(device)
+        self._products = torch.empty(self._step, CHUNK_WORDS, dtype=torch.int64, device=device)
+
+    def sums(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one number per chunk of a contiguous tensor."""
+        words = _words(as_bytes(tensor))
+        whole = len(words) // CHUNK_WORDS
+        rows, rest = words[: whole * CHUNK_WORDS].view(whole, CHUNK_WORDS), words[whole * CHUNK_WORDS :]
+        pieces = [*(rows.split(self._step) if whole else ()), *([rest.view(1, -1)] if len(rest) else [])]
+        return torch.cat([self._sum(piece) for piece in pieces] or [words.new_empty(0, dtype=torch.int64)])
+
+    def _sum(self, rows: torch.Tensor) -> torch.Tensor:
+        width = rows.shape[1]
+        products = self._products[: len(rows), :width]
+        return torch.mul(rows, self._factors[:width], out=products).sum(1)
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Return bytes as 32-bit words; they are copied if they are not aligned."""
+    missing = -len(data) % WORD_BYTES
+    if missing or data.storage_offset() % WORD_BYTES:
+        data = torch.cat([data, data.new_zeros(missing)])
+    return data.view(torch.int32)
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return the random numbers, which are the same on all ranks and with all versions of torch."""
+    stream = hashlib.shake_256(b"dualdist").digest(8 * CHUNK_WORDS)
+    return torch.frombuffer(bytearray(stream), dtype=torch.int64).to(device)
+
+
+def check_consistency(group: Group, given: Any, *, buffers: bool) -> None:
+    """Raise DriftError on every rank if bits differ; MismatchError if names, shapes or dtypes do."""
+    tensors = _named_tensors(given, buffers=buffers)
+    require_same(group, tensors, group.next_name("check_consistency"))
+
+
+def require_same(group: Group, tensors: NamedTensors, name: str, when: str = "") -> None:
+    """Raise DriftError on every rank if the ranks hold different bits; all ranks call this with the same name."""
+    found = run_agreed(group, "check_consistency", name, {}, lambda backend: difference(backend, tensors, name))
+    if found:
+        raise DriftError(
+            f"{when}{found}. The ranks started from different values, which dd.broadcast_parameters(model) prevents, "
+            "or one has changed something on its own since"
+        )
+
+
+def difference(backend: Backend, tensors: NamedTensors, name: str) -> str:
+    """Return how the ranks' tensors differ, as text, the same on every rank; "" if they are equal."""
+    prints = fingerprints([tensor for _, tensor in tensors])
+    specs = "\n".join(f"{name} {spec(tensor.dtype, tensor.shape)}" for name, tensor in tensors)
+    summary = hashlib.sha256(specs.encode()).digest() + hashlib.sha256(b"".join(prints)).digest()
+    if len(set(ControlAllgather(backend, summary, name).wait())) == 1:
+        return ""
+    check_same_tensors(backend, tensors, 0, f"{name}.tensors")
+    rows = ControlAllgather(backend, b"".join(prints), f"{name}.prints").wait()
+    by_tensor = [[row[start : start + DIGEST_BYTES] for row in rows] for start in range(0, len(rows[0]), DIGEST_BYTES)]
+    differing = [number for number, ranks_prints in enumerate(by_tensor) if len(set(ranks_prints)) > 1]
+    (tensor_name, tensor), ranks_prints = tensors[differing[0]], by_tensor[differing[0]]
+    reference = _most_common(ranks_prints)
+    how = _describe(backend.ranks, ranks_prints, reference, _compare_with(backend, tensor, reference, name))
+    count = f"{len(differing)} of {len(tensors)} tensors differ between the ranks"
+    return f"{count}, the first is {tensor_name} {spec(tensor.dtype, tensor.shape)}: {how}"
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A comparison of a rank's tensor with the reference: elements that differ, and the largest finite distance."""
+
+    elements: int
+    most: float
+    nans: int
+    infinities: int
+
+
+def _most_common(prints: Sequence[bytes]) -> int:
+    """Return the first rank that holds what most ranks hold."""
+    return max(range(len(prints)), key=lambda rank: (prints.count(prints[rank]), -rank))
+
+
+def _compare_with(backend: Backend, tensor: torch.Tensor, root: int, name: str) -> list[TensorDifference]:
+    """Return each rank's difference from root's tensor."""
+    values = plain_values(tensor).contiguous()
+    reference = values.clone()
+    if values.numel():
+        backend.broadcast_(as_bytes(reference), root, f"{name}.first").wait()
+    payload = json.dumps([*_compare(values, reference)]).encode()
+    rows = ControlAllgather(backend, payload, f"{name}.distances").wait()
+    return [TensorDifference(*json.loads(text)) for text in rows]
+
+
+def _compare(values: torch.Tensor, reference: torch.Tensor) -> tuple[int, float, int, int]:
+    """Return the fields of a TensorDifference. Elements are compared by their bits, since NaN is not equal to NaN."""
+    rows = [as_bytes(tensor).view(tensor.numel(), -1) for tensor in (values, reference)]
+    elements = int((rows[0] != rows[1]).any(1).sum())
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    distances = (values.to(wide) - reference.to(wide)).abs().view(-1)
+    distances = distances[distances.isfinite()]
+    return elements, float(distances.max()) if len(distances) else 0.0, *count_nonfinite(values)
+
+
+def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many elements are NaN, and how many are infinite."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0, 0
+    wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+    return int(wide.isnan().sum()), int(wide.isinf().sum())
+
+
+def _describe(
+    ranks: Sequence[int], prints: Sequence[bytes], reference: int, differences: Sequence[TensorDifference]
+) -> str:
+    """Return which ranks differ from those that agree with the reference, and by how much."""
+    agree = [rank for rank, each in zip(ranks, prints, strict=True) if each == prints[reference]]
+    groups: dict[bytes, list[int]] = {}
+    for index, each in enumerate(prints):
+        if each != prints[reference]:
+            groups.setdefault(each, []).append(index)
+    clauses = []
+    for members in groups.values():
+        found = differences[members[0]]
+        verb = "differs" if len(members) == 1 else "differ"
+        clauses.append(
+            f"{format_ranks([ranks[index] for index in members])} {verb} from {format_ranks(agree)} in "
+            f"{found.elements} elements, by {found.most:.3g} at most" + _nonfinite(found)
+        )
+    in_reference = _nonfinite(differences[reference])
+    if in_reference:
+        clauses.append(f"{format_ranks(agree)}{in_reference.removeprefix(',')}")
+    return "; ".join(clauses)
+
+
+def _nonfinite(found: TensorDifference) -> str:
+    kinds = [f"{count} {word}" for count, word in ((found.nans, "NaN"), (found.infinities, "infinite")) if count]
+    return f", holding {' and '.join(kinds)}" if kinds else ""
+
+
+def _named_tensors(given: Any, *, buffers: bool) -> NamedTensors:
+    """Return the tensors of a module, a state_dict or named tensors, in their order."""
+    if isinstance(given, torch.nn.Module):
+        given = [*given.named_parameters(), *(given.named_buffers() if buffers else ())]
+    pairs = [(name, tensor) for name, tensor in named_pairs(given, "check_consistency") if tensor is not None]
+    for pair in pairs:
+        _require_comparable(*pair)
+    return pairs
+
+
+def _require_comparable(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"check_consistency compares tensors, but {name} is {type_name(tensor)}: leave it out")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UsageError(f"{name} has no values yet: run a forward first")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise UnsupportedError(f"{name} is sparse, quantized or on no device: only dense tensors are compared")
+    if hasattr(tensor, "placements"):
+        raise UnsupportedError(f"{name} is sharded between ranks, which hold different parts of it by design")

@@ -1,0 +1,252 @@
+"""Pack gradients into buckets while autograd computes them, and make the reduced values the parameters' gradients.
+
+In C++ where the extension was built (csrc/gradients.cpp); GradientPacker here is the same in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from dualdist.utils import extension
+
+if TYPE_CHECKING:
+    from dualdist.ddp.reducer import Reducer
+
+HOOK = "dualdist"  # the key of a node's hook in its metadata
+_current_backward = torch._C._current_graph_task_id  # private to torch: tests/unit/test_torch_private_names.py
+
+
+def create_packer(reducer: Reducer) -> GradientPacker:
+    """Return a packer that calls begin_backward, on_bucket_ready and refuse_gradient of this reducer."""
+    core = extension.load()
+    return GradientPacker(reducer) if core is None else cast(GradientPacker, core.GradientPacker(reducer))
+
+
+def owner_of(param: torch.Tensor) -> Reducer | None:
+    """Return the reducer of a parameter's gradients."""
+    core = extension.load()
+    if core is not None:
+        return cast("Reducer | None", core.owner_of(param))
+    hook = _metadata(get_gradient_edge(param).node).get(HOOK)
+    packer = None if hook is None else hook.packer()
+    return None if packer is None else packer.reducer()
+
+
+def is_dense(grad: torch.Tensor | None) -> bool:
+    """Return True if there is a gradient, and it is not sparse."""
+    return grad is not None and grad.layout is torch.strided
+
+
+def is_same_memory(grad: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return True if both tensors are the same elements in memory."""
+    return grad.data_ptr() == view.data_ptr() and grad.shape == view.shape and grad.stride() == view.stride()
+
+
+def is_view_of(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
+    """Return True if a gradient is what assign_grad() made of this view."""
+    return grad is not None and is_dense(grad) and is_same_memory(grad, view)
+
+
+def _metadata(node: Node) -> dict[str, _Hook]:
+    """Return a node's metadata, which torch declares as a method."""
+    return cast("dict[str, _Hook]", node.metadata)
+
+
+class _Hook:
+    """A hook of an AccumulateGrad node, which runs after all hooks of the parameter."""
+
+    def __init__(self) -> None:
+        self.packer: Callable[[], GradientPacker | None] = lambda: None
+        self.number = -1
+
+    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        packer = self.packer()
+        if packer is not None:
+            packer.on_accumulated(self)
+
+
+@dataclass
+class _Member:
+    param: torch.Tensor | None  # None if another reducer has taken it
+    node: Node | None
+    hook: _Hook | None
+    bucket: int = -1
+    view: torch.Tensor | None = None  # its place in the bucket; None if it is reduced separately
+    is_ready: bool = False
+    is_packed: bool = False
+
+
+class GradientPacker:
+    """Hooks on parameters, which are numbered, and the buckets that their gradients are copied to."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.is_suspended = False
+        self.packs = False  # the backward is followed by a reduction
+        self.launches_early = False  # call on_bucket_ready before backward ends
+        self.reducer = weakref.ref(reducer)
+        self._lock = threading.RLock()  # autograd runs the hooks of each device in a separate thread
+        self._members: dict[int, _Member] = {}
+        self._buckets: list[Sequence[int]] = []
+        self._pending: list[int] = []
+        self._streams: list[set[torch.cuda.Stream]] = []
+        self._open: set[int] = set()  # autograd's ids of the backwards that have begun and not ended
+        self._order: list[int] = []
+
+    def watch(self, param: torch.Tensor, number: int) -> None:
+        """Reduce the gradients of a parameter from now on, in place of any other packer."""
+        node = get_gradient_edge(param).node
+        hook = _metadata(node).get(HOOK)
+        if hook is None:
+            hook = _metadata(node)[HOOK] = _Hook()
+            node.register_hook(hook)
+        self._members[number] = _Member(param, node, hook)
+        hook.packer, hook.number = weakref.ref(self), number
+
+    def forget(self, number: int) -> None:
+        """Leave a parameter to the packer that has taken it."""
+        member = self._members[number]
+        if member.param is not None and member.bucket >= 0 and not member.is_ready:
+            self._pending[member.bucket] -= 1
+        if member.hook is not None and member.hook.packer() is self:
+            member.hook.packer = lambda: None
+        member.param = member.node = member.hook = None
+
+    def detach(self) -> None:
+        """Stop watching all parameters."""
+        for member in self._members.values():
+            if member.hook is not None and member.hook.packer() is self:
+                member.hook.packer = lambda: None
+        self._members, self._buckets, self._pending, self._streams = {}, [], [], []
+        self._open.clear()
+        self._order.clear()
+
+    def set_bucket(self, index: int, members: Sequence[int], views: Sequence[torch.Tensor | None]) -> None:
+        """Set the members of a bucket, and the views of its memory that their gradients are copied to."""
+        if index == len(self._buckets):
+            self._buckets.append(members)
+            self._pending.append(0)
+            self._streams.append(set())
+        self._buckets[index] = members
+        for number, view in zip(members, views, strict=True):
+            self._members[number].bucket, self._members[number].view = index, view
+        self._reset(index)
+
+    def clear_buckets(self) -> None:
+        self._buckets, self._pending, self._streams = [], [], []
+        for member in self._members.values():
+            member.bucket, member.view = -1, None
+
+    def reset(self) -> None:
+        """Forget which gradients are ready."""
+        self._order.clear()
+        for index in range(len(self._buckets)):
+            self._reset(index)
+
+    def _reset(self, index: int) -> None:
+        members = [self._members[number] for number in self._buckets[index]]
+        for member in members:
+            member.is_ready = member.is_packed = False
+        self._pending[index] = sum(member.param is not None for member in members)
+        self._streams[index].clear()
+
+    def open(self, backward: int) -> None:
+        self._open.add(backward)
+
+    def is_open(self, backward: int) -> bool:
+        return backward in self._open
+
+    def close_all(self) -> None:
+        self._open.clear()
+
+    def pending(self, index: int) -> int:
+        """Return how many gradients a bucket lacks."""
+        return self._pending[index]
+
+    def order(self) -> list[int]:
+        """Return the parameters whose gradients are ready, in that order."""
+        return list(self._order)
+
+    @torch.no_grad()
+    def pack_rest(self, index: int) -> bool:
+        """Pack the gradients that no hook has packed, zeros for missing and sparse ones.
+
+        Returns:
+            True if every member has a dense gradient.
+        """
+        all_dense = True
+        for number in self._buckets[index]:
+            member = self._members[number]
+            if not member.is_packed and not self._pack(member, index):
+                all_dense = False
+                if member.view is not None:
+                    member.view.zero_()
+        for stream in self._streams[index]:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        return all_dense
+
+    @torch.no_grad()
+    def assign_grads(self, index: int, as_views: bool) -> None:
+        """Make the bucket's values the gradients of its members: as views, or copied."""
+        for number in self._buckets[index]:
+            member = self._members[number]
+            if member.param is not None and member.view is not None:
+                assign_grad(member.param, member.view, as_views=as_views)
+
+    def on_accumulated(self, hook: _Hook) -> None:
+        """Handle a gradient that autograd has just accumulated."""
+        reducer = self.reducer()
+        if self.is_suspended or reducer is None:
+            return
+        backward = _current_backward()
+        if backward not in self._open:
+            reducer.begin_backward(backward)
+        number = hook.number  # begin_backward may have registered the parameters anew
+        if not self.packs or hook.packer() is not self:
+            return
+        with self._lock:
+            member = self._members[number]
+            if member.is_ready or member.bucket < 0 or member.param is None:
+                return
+            grad, view = member.param.grad, member.view
+            if is_dense(grad) and view is not None and (grad.dtype, grad.device) != (view.dtype, view.device):  # type: ignore[union-attr]
+                reducer.refuse_gradient(number)
+            self._pack(member, member.bucket)
+            member.is_ready = True
+            self._order.append(number)
+            self._pending[member.bucket] -= 1
+            is_full = self._pending[member.bucket] == 0
+        if is_full and self.launches_early:
+            reducer.on_bucket_ready()
+
+    def _pack(self, member: _Member, index: int) -> bool:
+        """Copy a gradient to its place in the bucket, unless it is there; False if it is missing or not dense."""
+        grad = None if member.param is None else member.param.grad
+        if grad is not None and grad.is_cuda:  # also of a gradient that the bucket's launch reads
+            self._streams[index].add(torch.cuda.current_stream(grad.device))
+        if grad is None or member.view is None or not is_dense(grad):
+            return False
+        if not is_same_memory(grad, member.view):
+            with torch.no_grad():
+                member.view.copy_(grad)
+        member.is_packed = True
+        return True
+
+
+def assign_grad(param: torch.Tensor, view: torch.Tensor, *, as_views: bool) -> None:
+    """Make the values of a view of a bucket the gradient of a parameter: as another view, or copied."""
+    grad = param.grad
+    if is_view_of(grad, view):
+        return
+    if as_views:
+        param.grad = view.data  # another tensor in the same memory, so that the program never gets this one
+    elif grad is not None and is_dense(grad) and not grad.requires_grad:
+        grad.copy_(view)
+    else:
+        param.grad = view.clone()

@@ -1,0 +1,100 @@
+"""The variables that a program finds under `dualdist exec`: torchrun's, and what libraries read beside them."""
+
+import json
+import os
+import threading
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from dualdist.environments import EXEC_VARIABLES, detect, without_exec
+from dualdist.environments.env_values import MASTER, get_integer, get_main_address, get_value
+from dualdist.environments.horovodrun import ELASTIC
+from dualdist.environments.torchrun import RUN_ID
+from dualdist.errors import UsageError
+from dualdist.rendezvous.meeting import Meeting, meet, reserve_port
+from dualdist.topology import Topology
+from dualdist.utils.deadline import Deadline
+from dualdist.utils.machine import package_version
+from dualdist.utils.network_interfaces import LOOPBACK
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Without it and without a GPU, Accelerator() takes each rank for a job of one.
+ACCELERATE_CPU = "ACCELERATE_USE_CPU"
+VISIBLE, HIDE_ALL = "CUDA_VISIBLE_DEVICES", ("", "-1")
+# Of NVIDIA's, AMD's, WSL's, Intel's, Huawei's and Habana's accelerators.
+DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri", "/dev/davinci_manager", "/dev/accel")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The topology that was found, and the variables that the program gets in addition to its own."""
+
+    topology: Topology
+    variables: Mapping[str, str]
+
+    def describe(self) -> str:
+        """Return the line of --verbose."""
+        topology, given = self.topology, " ".join(f"{name}={value}" for name, value in self.variables.items())
+        return f"rank {topology.rank} of {topology.size}, from {topology.source}; set {given or 'nothing'}"
+
+
+def prepare(environ: MutableMapping[str, str], timeout_s: float) -> Preparation:
+    """Find this rank, meet the others where needed, and set the variables in `environ`; every rank calls this.
+
+    MASTER_ADDR and MASTER_PORT keep the values that they have.
+
+    Raises:
+        DualdistError: as dd.init() does.
+    """
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise UsageError(f"--timeout {timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
+    given = dict(without_exec(environ))
+    topology = detect(given)
+    if topology.size > 1 and given.get(ELASTIC) == "1":
+        return Preparation(topology, {})  # Horovod's ranks come and go, torch's cannot
+    main = get_main_address(given)
+    if topology.size > 1 and (main is None or topology.inferred):
+        meeting = meet(topology, environ, Deadline(timeout_s))
+    else:
+        wanted = get_integer(given, MASTER[1]) or 0
+        meeting = Meeting(LOOPBACK, reserve_port(wanted) if main is None else wanted, topology)
+    variables = program_variables(given, meeting)
+    environ.update(variables)
+    environ[EXEC_VARIABLES] = json.dumps(variables)
+    return Preparation(meeting.topology, variables)
+
+
+def program_variables(given: Mapping[str, str], meeting: Meeting) -> dict[str, str]:
+    """Return the variables that a program gets beside those that are given, or in place of other values of them."""
+    topology, main = meeting.topology, get_main_address(given)
+    values = topology_variables(topology)
+    values[MASTER[0]] = get_value(given, MASTER[0]) or meeting.address
+    values[MASTER[1]] = str(meeting.port if main is None else main.port)
+    defaults = {RUN_ID: "dualdist-exec"}
+    if meeting.interface is not None:
+        defaults[GLOO_INTERFACE] = meeting.interface
+    if topology.size > 1 and not _has_accelerator(given):
+        defaults[ACCELERATE_CPU] = "true"
+    values |= {name: value for name, value in defaults.items() if get_value(given, name) is None}
+    return {name: value for name, value in values.items() if given.get(name) != value}
+
+
+def topology_variables(topology: Topology) -> dict[str, str]:
+    """Return torchrun's variables of a rank, and NODE_RANK and LOCAL_SIZE, which Lightning and DeepSpeed read."""
+    numbers = {
+        "RANK": topology.rank,
+        "WORLD_SIZE": topology.size,
+        "LOCAL_RANK": topology.local_rank,
+        "LOCAL_WORLD_SIZE": topology.local_size,
+        "GROUP_RANK": topology.node_rank,
+        "GROUP_WORLD_SIZE": topology.num_nodes,
+        "NODE_RANK": topology.node_rank,
+        "LOCAL_SIZE": topology.local_size,
+    }
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def _has_accelerator(environ: Mapping[str, str]) -> bool:
+    """Return True if torch may find an accelerator, judged without importing it."""
+    is_cpu_build = (package_version("torch") or "").endswith("+cpu")
+    return not is_cpu_build and environ.get(VISIBLE) not in HIDE_ALL and any(map(os.path.exists, DEVICES))

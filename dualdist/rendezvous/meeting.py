@@ -1,0 +1,232 @@
+"""A meeting of the ranks before the program starts: they agree on rank 0's address and a port, without torch.
+
+Note [no MPI]: MPI starts once in a process, and it is the program's to start. So the ranks of one host meet at a Unix
+socket that is named after their launcher's process. Ranks on several hosts, under a launcher that has neither an
+address nor a store, do meet through MPI, which then runs until the program ends.
+"""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dualdist.backends.mpi import world
+from dualdist.environments.env_values import MASTER, RENDEZVOUS, get_integer, get_value
+from dualdist.errors import RendezvousError, TopologyError, UsageError
+from dualdist.rendezvous.address_exchange import AddressExchange, BroadcastAddressExchange, meeting_place
+from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report, with_location
+from dualdist.topology import RankLocation, Topology
+from dualdist.utils import network_interfaces
+from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.network_interfaces import LOOPBACK, PROBE_S, StoreAddress
+
+# Set by `dualdist run` where the ranks are on hosts that were given to it: where rank 0 listens.
+RUN_RENDEZVOUS = "DUALDIST_RUN_RENDEZVOUS"
+PURPOSE = "-exec"
+POLL_S = 0.02
+UNIX_NAME = 100  # bytes at most
+ERRORS = {kind.__name__: kind for kind in (TopologyError, RendezvousError)}
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Rank 0's address as this rank reaches it, a port reserved there, and where all ranks are."""
+
+    address: str
+    port: int
+    topology: Topology
+    interface: str | None = None  # towards the other hosts
+
+
+# Where rank 0 listens: the name of a Unix socket, an address and port, or what an exchange makes known.
+Place = str | tuple[str, int] | AddressExchange
+
+
+def meet(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Meeting:
+    """Exchange the ranks' locations: each sends a report to rank 0, and is answered when all have come."""
+    host = network_interfaces.host_identity(environ)
+    report = make_report(topology, host, "exec")
+    place = _find_place(topology, environ, deadline)
+    if topology.rank == 0:
+        with _listen(place, topology, host) as listener:
+            answer = _serve(listener, report, get_integer(environ, MASTER[1]) or 0, deadline)
+        if not isinstance(place, str | tuple):
+            place.withdraw()
+    else:
+        answer = _ask(place, report, deadline)
+    if answer["error"]:
+        kind, message = answer["error"]
+        raise ERRORS[kind](message)
+    locations = [RankLocation(*location) for location in answer["locations"]]
+    interface = None
+    if len({location.host for location in locations}) > 1:
+        is_near = locations[topology.rank].host == locations[0].host  # where the route to that address is loopback
+        find = network_interfaces.find_interface if is_near else network_interfaces.interface_towards
+        with contextlib.suppress(RendezvousError):
+            interface = find(network_interfaces.resolve_address(answer["address"]))
+    return Meeting(answer["address"], answer["port"], with_location(topology, locations), interface)
+
+
+def _find_place(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Place:
+    if meet := environ.get(RUN_RENDEZVOUS):
+        return meeting_place(topology, {RENDEZVOUS: meet}, deadline)
+    is_one_host = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
+    if topology.rendezvous in ("mpi", "slurm") and is_one_host and not get_value(environ, RENDEZVOUS):
+        launcher = _find_launcher(dict(topology.origins)["rank"], environ)
+        if launcher is not None:
+            job = environ.get("PMIX_NAMESPACE", "")  # one daemon may start several jobs
+            return f"\0dualdist-exec-{os.getuid()}-{launcher}-{job}"[:UNIX_NAME]
+    place = meeting_place(topology, environ, deadline, PURPOSE)
+    if isinstance(place, BroadcastAddressExchange):
+        late = partial(world.start_timeout, topology, "MPI", deadline.timeout_s)
+        call_within(deadline.left_s(), lambda: world.start(topology, environ), late)
+    return place
+
+
+def _find_launcher(variable: str, environ: Mapping[str, str]) -> str | None:
+    """Return the identity of the launcher's process on this host: the nearest ancestor without this rank's variable."""
+    pid, assignment = os.getppid(), f"{variable}={environ[variable]}".encode()
+    with contextlib.suppress(OSError):
+        while pid > 0:
+            # After the command in parentheses: state and parent; the 22nd field of all is the start.
+            _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            inherited = False
+            with contextlib.suppress(PermissionError):  # a daemon of root
+                inherited = assignment in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if not inherited:
+                return f"{pid}-{fields[17]}"
+            pid = int(parent)
+    return None  # hidden, or a container with processes of its own
+
+
+def _listen(place: Place, topology: Topology, host: str) -> socket.socket:
+    """Return rank 0's listening socket, and publish its address."""
+    if isinstance(place, str):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(place)
+        listener.listen(socket.SOMAXCONN)
+        return listener
+    if isinstance(place, tuple):
+        return network_interfaces.open_listener(place[1], loopback_only=False)
+    is_one_host = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
+    listener = network_interfaces.open_listener(0, loopback_only=is_one_host)
+    place.publish(StoreAddress.of(host, listener.getsockname()[1], one_node=is_one_host).dumps())
+    return listener
+
+
+def _serve(listener: socket.socket, own: RankReport, wanted_port: int, deadline: Deadline) -> dict[str, Any]:
+    """Collect the reports of all ranks, and answer each; return the answer for rank 0 itself."""
+    reports, error = {own.rank: own}, list[str]()
+    peers: list[tuple[socket.socket, str]] = []
+    while len(reports) < own.size and not error:
+        listener.settimeout(max(deadline.left_s(), 0.001))
+        try:
+            connection = listener.accept()[0]
+        except TimeoutError:
+            missing = [rank for rank in range(own.size) if rank not in reports]
+            error = [
+                "RendezvousError",
+                f"rank 0 waited {deadline.timeout_s:g} s for all {own.size} ranks to start; missing: {missing}",
+            ]
+            break
+        try:
+            hello = _receive(connection, PROBE_S)
+            other, reached = RankReport.loads(hello["report"]), str(hello["reached"])
+        except (OSError, ValueError, TypeError, KeyError):  # a probe, or a stranger
+            connection.close()
+            continue
+        peers.append((connection, reached))
+        if other.size != own.size:
+            met = f"rank {other.rank} of {other.size} met ranks of a job of {own.size}"
+            error = ["TopologyError", f"{met}: were all started by one command?"]
+        elif other.rank in reports:
+            twice = f"two processes are rank {other.rank} of {own.size}"
+            error = ["TopologyError", f"{twice}: is one left over from another job?"]
+        reports[other.rank] = other
+    locations: list[tuple[Any, ...]] = []
+    if not error:
+        try:
+            locations = [
+                astuple(location) for location in assign_locations([reports[rank] for rank in sorted(reports)])
+            ]
+        except TopologyError as problem:
+            error = ["TopologyError", str(problem)]
+    listener.close()  # before the answers: the program may listen on the same port
+    address = next((reached for _, reached in peers if reached), LOOPBACK)
+    answer = {"error": error, "locations": locations, "address": address, "port": reserve_port(wanted_port)}
+    for connection, reached in peers:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(f"{json.dumps({**answer, 'address': reached or address})}\n".encode())
+    return answer
+
+
+def _ask(place: Place, report: RankReport, deadline: Deadline) -> dict[str, Any]:
+    """Send the report to rank 0 and return its answer."""
+    while True:
+        try:
+            connection, reached = _connect(place, report.host, deadline)
+            with connection:
+                hello = {"report": report.dumps(), "reached": reached}
+                connection.sendall(f"{json.dumps(hello)}\n".encode())
+                return _receive(connection, deadline.left_s())
+        except UsageError:
+            raise
+        except (OSError, ValueError, RendezvousError) as error:
+            if deadline.passed() or isinstance(place, BroadcastAddressExchange):
+                where = "" if isinstance(place, str | tuple) else f" {place.describe()}"
+                raise RendezvousError(
+                    f"rank {report.rank} waited {deadline.timeout_s:g} s for all {report.size} ranks to start, "
+                    f"and rank 0 did not answer{where} ({error}): did one of them end?"
+                ) from error
+        deadline.sleep(POLL_S)
+
+
+def _connect(place: Place, host: str, deadline: Deadline) -> tuple[socket.socket, str]:
+    """Connect to rank 0 once; return the connection, and rank 0's address if it is on another host."""
+    timeout_s = max(0.1, min(PROBE_S, deadline.left_s()))
+    if isinstance(place, str):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(place)
+        return connection, ""
+    if isinstance(place, tuple):
+        try:
+            return socket.create_connection(place, timeout_s), place[0]
+        except UnicodeError as error:
+            raise UsageError(f"rank 0 at {place[0][:80]!r}:{place[1]}: not a host name") from error
+    text = place.read()
+    if text is None:
+        raise RendezvousError("no address there yet")
+    published = StoreAddress.loads(text)
+    address = published.reachable_address(host, deadline)
+    return socket.create_connection((address, published.port), timeout_s), "" if address == LOOPBACK else address
+
+
+def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
+    """Return the message of one line; ValueError if the connection is closed first."""
+    connection.settimeout(max(timeout_s, 0.001))
+    with connection.makefile() as lines:
+        return dict(json.loads(lines.readline()))
+
+
+def reserve_port(wanted: int) -> int:
+    """Return a free port, `wanted` if that is one, which this process keeps from others until the program listens.
+
+    A socket that is bound, but does not listen, keeps all sockets off the port but those with SO_REUSEADDR, as
+    torch's stores have.
+    """
+    keeper = socket.socket()
+    try:
+        keeper.bind(("", wanted))
+    except OSError:
+        keeper.close()
+        return reserve_port(0)
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    os.set_inheritable(keeper.fileno(), True)  # for a program that takes this process over
+    port: int = keeper.getsockname()[1]
+    keeper.detach()
+    return port

@@ -1,0 +1,248 @@
+"""Train a random model in a random way on all ranks, and compare each step with plain torch on all ranks' batches.
+
+A seed gives the same program on every rank: its layers, of which some ranks may leave some out, the optimizer, the
+arguments of dd.wrap_optimizer, hooks of parameters, checkpointed layers, accumulation and clipping.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from contract.oracle import assert_same_everywhere
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dualdist as dd
+from dualdist.errors import UsageError
+
+STEPS = 3
+# In float64. Other orders of a sum differ by 1e-16; Adam and Adagrad divide by roots that are near 1e-8 at times.
+RTOL, ATOL = 1e-6, 1e-8
+OPTIMIZERS: Sequence[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = (
+    (torch.optim.SGD, {"lr": 0.05}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5, "maximize": True, "foreach": False}),
+    (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    (torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
+    (torch.optim.Adagrad, {"lr": 1e-2}),
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model; `skipped_by` are the ranks whose loss does not use it.
+
+    `hook` is registered with torch before dd.wrap_optimizer, or after it, and halves the gradient of the weight.
+    """
+
+    kind: str
+    width: int
+    is_frozen: bool = False
+    is_twice: bool = False
+    reentrant: bool | None = None  # for torch.utils.checkpoint, if it is called
+    skipped_by: frozenset[int] = frozenset()
+    hook: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a seed means."""
+
+    seed: int
+    width: int
+    layers: Sequence[Layer]
+    optimizer: type[torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    has_groups: bool
+    options: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    sets_none: bool = True
+    clears_model: bool = False
+
+
+def draw(seed: int, size: int) -> Program:
+    """Return the program of a seed on so many ranks."""
+    rng = random.Random(seed)
+    flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
+    op, accumulate = rng.choice(("mean", "mean", "sum")), rng.choice((1, 1, 2, 3))
+    layers = []
+    for number in range(rng.randint(1, 6)):
+        skipped = frozenset(rank for rank in range(size) if flip(0.3)) if flip(0.3) else frozenset()
+        layers.append(
+            Layer(
+                rng.choice(("linear", "linear", "norm", "residual")),
+                rng.choice((3, 8, 40)),
+                is_frozen=number > 0 and flip(0.15),
+                is_twice=flip(0.2),
+                # A layer that is entered again has a backward of its own, which all ranks must run.
+                reentrant=rng.choice((None, None, False) if skipped else (None, None, False, True)),
+                skipped_by=skipped,
+                hook=rng.choice(("", "", "", "before", "after", "tensor")),
+            )
+        )
+    if accumulate > 1 and any(layer.reentrant for layer in layers):
+        # That backward counts, and the reduction comes before the last one: what a hook halves later is the mean.
+        layers = [replace(layer, hook="") if layer.skipped_by else layer for layer in layers]
+    optimizer, arguments = rng.choice(OPTIMIZERS)
+    cap = rng.choice((0.0005, 0.01, 25))
+    options = {"op": op, "accumulate": accumulate, "bucket_cap_mb": cap}
+    options |= {"first_bucket_mb": rng.choice((cap, 0.0005)), "gradient_as_bucket_view": flip(0.7)}
+    options |= {"gradient_predivide_factor": 2.0} if flip(0.2) else {}
+    options |= {"check_every": 2} if flip(0.2) else {}
+    clip = rng.choice((None, None, 0.1))
+    return Program(seed, rng.choice((4, 16)), layers, optimizer, arguments, flip(), options, clip, flip(0.7), flip(0.3))
+
+
+class Block(nn.Module):
+    """One layer, which keeps the width of its input."""
+
+    def __init__(self, layer: Layer, width: int) -> None:
+        super().__init__()
+        self.layer = layer
+        inner = nn.LayerNorm(width) if layer.kind == "norm" else nn.Linear(width, layer.width)
+        self.inner, self.back = inner, None if layer.kind == "norm" else nn.Linear(layer.width, width)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x) if self.back is None else self.back(torch.tanh(self.inner(x)))
+        return x + y if self.layer.kind == "residual" else y
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        if rank in self.layer.skipped_by:
+            return x
+        for _ in range(1 + self.layer.is_twice):
+            if self.layer.reentrant is None:
+                x = self.compute(x)
+            else:
+                x = checkpoint(self.compute, x, use_reentrant=self.layer.reentrant)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, program.width)
+        self.blocks = nn.ModuleList(Block(layer, program.width) for layer in program.layers)
+        self.unused = nn.Parameter(torch.ones(3))
+        for block, layer in zip(self.blocks, program.layers, strict=True):
+            block.requires_grad_(not layer.is_frozen)
+
+    def loss(self, rank: int, seed: int) -> torch.Tensor:
+        """Return the loss of one rank's batch; seeds differ between steps."""
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        x = self.first(torch.randn(6, 5, generator=generator, dtype=torch.float64))
+        for block in self.blocks:
+            x = block(x, rank)
+        return x.square().mean() + x.sum() / 10
+
+
+def halve(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def register_hooks(model: Model, program: Program, when: Sequence[str]) -> None:
+    for block, layer in zip(model.blocks, program.layers, strict=True):
+        weight = block.inner.weight
+        if layer.hook not in when or layer.is_frozen:
+            continue
+        if layer.hook == "tensor":
+            weight.register_hook(lambda grad: grad * 0.5)
+        else:
+            weight.register_post_accumulate_grad_hook(halve)
+
+
+def make_optimizer(model: Model, program: Program) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}] if program.has_groups else params
+    return program.optimizer(groups, **program.arguments)
+
+
+def clear(optimizer: torch.optim.Optimizer, model: Model, program: Program) -> None:
+    (model if program.clears_model else optimizer).zero_grad(set_to_none=program.sets_none)
+
+
+def backwards(model: Model, program: Program, rank: int, step: int) -> None:
+    times = program.options["accumulate"]
+    for number in range(times):
+        (model.loss(rank, times * step + number) / times).backward()
+
+
+def reduced(grads: Sequence[torch.Tensor | None], op: str) -> torch.Tensor | None:
+    """Return the reduction of one parameter's gradients, of which ranks that did not use it have none."""
+    found = [grad for grad in grads if grad is not None]
+    if not found:
+        return None
+    return torch.stack(found).sum(0) / (len(grads) if op == "mean" else 1)
+
+
+class Alone:
+    """The same training by plain torch: a copy of the model for each rank, whose gradients are added up here."""
+
+    def __init__(self, model: Model, program: Program) -> None:
+        self.models = [copy.deepcopy(model) for _ in range(dd.size())]
+        for one in self.models:
+            register_hooks(one, program, ("before", "after", "tensor"))
+        self.optimizer = make_optimizer(self.models[0], program)
+        self.program = program
+
+    def backwards(self, step: int) -> list[torch.Tensor | None]:
+        """Return the gradients of a step, and set them on the first copy."""
+        parts = []
+        for rank, one in enumerate(self.models):
+            one.load_state_dict(self.models[0].state_dict())
+            one.zero_grad(set_to_none=self.program.sets_none or step == 0)
+            backwards(one, self.program, rank, step)
+            parts.append([param.grad for param in one.parameters()])
+        grads = [reduced(each, self.program.options["op"]) for each in zip(*parts, strict=True)]
+        for param, grad in zip(self.models[0].parameters(), grads, strict=True):
+            param.grad = grad
+        return grads
+
+
+def compare(program: Program, what: str, found: Sequence[Any], expected: Sequence[Any], names: Sequence[str]) -> None:
+    for name, mine, right in zip(names, found, expected, strict=True):
+        assert (mine is None) == (right is None), f"{what} of {name}: {mine} instead of {right}: {program}"
+        if mine is not None:
+            text: Callable[[str], str] = lambda said, name=name: f"{what} of {name}: {said}\n{program}"  # noqa: E731
+            torch.testing.assert_close(mine.detach(), right.detach(), rtol=RTOL, atol=ATOL, msg=text)
+
+
+def train(seed: int) -> None:
+    """Train the program of this seed by dualdist, and compare gradients and parameters of every step."""
+    program = draw(seed, dd.size())
+    try:
+        train_program(program)
+    except UsageError as error:  # where the backward of a layer that is entered again would be summed twice
+        is_entered_again = any(layer.reentrant for layer in program.layers)
+        if program.options["op"] != "sum" or not is_entered_again or "use_reentrant=False" not in str(error):
+            raise
+        dd.shutdown()
+
+
+def train_program(program: Program) -> None:
+    torch.manual_seed(program.seed)
+    model = Model(program).double()
+    names = [name for name, _ in model.named_parameters()]
+    alone = Alone(model, program)
+    register_hooks(model, program, ("before", "tensor"))
+    optimizer = make_optimizer(model, program)
+    dd.wrap_optimizer(optimizer, **program.options)
+    register_hooks(model, program, ("after",))
+    for step in range(STEPS):
+        clear(optimizer, model, program)
+        backwards(model, program, dd.rank(), step)
+        expected = alone.backwards(step)
+        compare(program, f"step {step}: gradient", [param.grad for param in model.parameters()], expected, names)
+        for one in (model, alone.models[0]):
+            if program.clip is not None:
+                nn.utils.clip_grad_norm_(one.parameters(), program.clip)
+        optimizer.step()
+        alone.optimizer.step()
+        compare(program, f"step {step}: value", list(model.parameters()), list(alone.models[0].parameters()), names)
+    assert_same_everywhere(model)

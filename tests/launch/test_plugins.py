@@ -1,0 +1,113 @@
+"""Libraries on top of torch.distributed, in their current releases and as they are, under `dualdist exec`.
+
+`pip install '.[plugins]'` installs them. DeepSpeed is tried by hand: it compiles parts of itself when it starts, and
+leaves files in /dev/shm.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from harness.base_env import ROOT
+from harness.jobs import Launch
+from harness.mpi import OpenMPI
+from harness.slurm import Slurm
+from launch.running import TORCHRUN
+
+EXEC = (sys.executable, "-m", "dualdist", "exec")
+# Lightning and Transformers import torchvision where it is installed, and here it need not fit torch.
+PROGRAM = str(Path(__file__).with_name("plugin_program.py"))
+EXAMPLES = {
+    "accelerate": "with_accelerate.py",
+    "lightning.fabric": "with_fabric.py",
+    "lightning": "with_lightning.py",
+    "ignite": "with_ignite.py",
+    "transformers": "with_transformers.py",
+}
+pytestmark = pytest.mark.full
+
+
+def need(library: str) -> None:
+    """Skip the test where the library is not installed."""
+    if find_spec(library.partition(".")[0]) is None:
+        pytest.skip(f"{library} is not installed: pip install 'dualdist[plugins]'")
+
+
+@pytest.fixture
+def starts(openmpi: OpenMPI) -> dict[str, Sequence[str]]:
+    """What comes before a program on two ranks, by launcher."""
+    return {
+        "torchrun": [*TORCHRUN, "-m", "dualdist", "exec"],
+        "mpirun": [*openmpi.run(2), *EXEC],
+        "horovodrun": ["horovodrun", "-np", "2", *EXEC],
+    }
+
+
+def losses(
+    launch: Launch, start: Sequence[str], library: str, env: dict[str, str] | None = None, options: Sequence[str] = ()
+) -> list[str]:
+    program = str(ROOT / "examples" / "plugins" / EXAMPLES[library])
+    printed = launch([*start, PROGRAM, *options, program], env=env, timeout_s=250).stdout
+    return re.findall(r"2 ranks, loss (\d\.\d+)", printed)
+
+
+@pytest.mark.parametrize("library", EXAMPLES)
+def test_a_library_trains_on_two_ranks_with_the_same_loss_under_every_launcher(
+    launch: Launch, starts: dict[str, Sequence[str]], library: str
+) -> None:
+    """One line of two ranks: without the variables most would train two jobs of one rank."""
+    need(library)
+    found = {name: losses(launch, start, library) for name, start in starts.items()}
+    (loss,) = found["torchrun"]
+    assert found == {name: [loss] for name in starts}
+
+
+@pytest.mark.parametrize("library", EXAMPLES)
+def test_a_library_trains_on_two_nodes_of_slurm(slurm: Slurm, launch: Launch, library: str) -> None:
+    need(library)
+    assert len(losses(launch, [*slurm.srun("-N2", "-n2"), *EXEC], library, dict(slurm.env))) == 1
+
+
+@pytest.mark.parametrize("library", [library for library in EXAMPLES if library != "ignite"])
+def test_a_library_trains_alike_over_the_process_group_of_dualdist(
+    launch: Launch, starts: dict[str, Sequence[str]], library: str
+) -> None:
+    """Not ignite, which wraps no model in DDP on a backend whose name it does not know."""
+    need(library)
+    (loss,) = losses(launch, starts["torchrun"], library)
+    for launcher, backend in {"torchrun": "native", "mpirun": "mpi"}.items():
+        found = losses(launch, starts[launcher], library, {"DUALDIST_BACKEND": backend}, ["--dualdist"])
+        assert found == [loss]
+
+
+LIGHTNING = """
+import lightning, sys, torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy as TrainersDDPStrategy
+import dualdist.c10d
+fabric = Fabric(strategy=DDPStrategy(process_group_backend="dualdist"), devices=2)
+fabric.launch()
+print(torch.distributed.get_backend(), fabric.all_reduce(torch.ones(1), reduce_op="sum").item())
+assert TrainersDDPStrategy(process_group_backend="dualdist").process_group_backend == "dualdist"
+sys.stdout.flush()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_lightning_takes_the_backend_by_its_name(launch: Launch, starts: dict[str, Sequence[str]]) -> None:
+    need("lightning")
+    (launch.directory / "named.py").write_text(LIGHTNING)
+    printed = launch([*starts["torchrun"], PROGRAM, "named.py"], timeout_s=250).stdout
+    assert printed.count("dualdist 2.0") == 2, printed
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
+def test_accelerates_own_test_script_passes(launch: Launch, starts: dict[str, Sequence[str]], launcher: str) -> None:
+    need("accelerate")
+    outcome = launch([*starts[launcher], "-m", "accelerate.test_utils.scripts.test_script"], timeout_s=250)
+    assert "Num processes: 2" in outcome.stdout, str(outcome)
+    assert "Test reinstantiated state" in outcome.stdout

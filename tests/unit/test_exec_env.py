@@ -1,0 +1,222 @@
+"""`dualdist exec`: ranks that meet (one thread each), a program's variables, the port, how programs start and end."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from doctor_facts import RECORDS
+
+from dualdist.environments import EXEC_VARIABLES, detect, find_unused
+from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
+from dualdist.launch.exec_env import prepare, program_variables, topology_variables
+from dualdist.rendezvous.meeting import Meeting, reserve_port
+
+EXEC = (sys.executable, "-m", "dualdist", "exec")
+ROWS = [
+    pytest.param(row["env"], id=f"{name}-{index}")
+    for name, rows in RECORDS.items()
+    for index, row in enumerate(rows)
+    if "error" not in row["expect"]
+]
+
+
+def met(environs: Sequence[dict[str, str]], timeout_s: float = 30) -> list[DualdistError | None]:
+    """Let one thread per rank prepare its variables; return the error of each."""
+
+    def attend(environ: dict[str, str]) -> DualdistError | None:
+        try:
+            prepare(environ, timeout_s)
+        except DualdistError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(environs)) as pool:
+        return list(pool.map(attend, environs))
+
+
+def ranks(folder: Path, size: int) -> list[dict[str, str]]:
+    where = {"WORLD_SIZE": str(size), "DUALDIST_RENDEZVOUS": (folder / "meet").as_uri()}
+    return [{"RANK": str(rank), **where} for rank in range(size)]
+
+
+def test_all_ranks_get_one_address_and_their_own_numbers(tmp_path: Path) -> None:
+    environs = ranks(tmp_path, 5)
+    assert met(environs) == [None] * 5
+    for rank, environ in enumerate(environs):
+        expected = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 5, "LOCAL_WORLD_SIZE": 5, "LOCAL_SIZE": 5}
+        expected |= {"GROUP_RANK": 0, "NODE_RANK": 0, "GROUP_WORLD_SIZE": 1}
+        assert {name: environ[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+        assert environ["MASTER_ADDR"] == "127.0.0.1"
+        assert environ["MASTER_PORT"] == environs[0]["MASTER_PORT"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_meet_at_the_address_that_they_were_given_and_keep_it(tmp_path: Path) -> None:
+    """No variable gives the local rank here, so that they must meet; then the program listens on the same port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        main = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    environs = [{**main, "RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(3)]
+    assert met(environs) == [None] * 3
+    assert [environ["LOCAL_RANK"] for environ in environs] == ["0", "1", "2"]
+    assert all(environ[name] == value for environ in environs for name, value in main.items())
+    socket.create_server(("", int(main["MASTER_PORT"]))).close()
+
+
+def test_half_an_address_is_kept_and_completed(tmp_path: Path) -> None:
+    environs = [{**environ, "MASTER_ADDR": "node7"} for environ in ranks(tmp_path, 2)]
+    assert met(environs) == [None] * 2
+    assert {environ["MASTER_ADDR"] for environ in environs} == {"node7"}
+
+
+def test_a_missing_rank_is_named_on_every_other(tmp_path: Path) -> None:
+    errors = met(ranks(tmp_path, 4)[:3], timeout_s=1)
+    assert [type(error) for error in errors] == [RendezvousError] * 3
+    assert "waited 1 s for all 4 ranks to start; missing: [3]" in str(errors[0])
+    assert all("waited 1 s" in str(error) for error in errors)
+
+
+def test_a_rank_that_is_there_twice_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    environs = ranks(tmp_path, 3)
+    errors = met([environs[0], environs[1], dict(environs[1])], timeout_s=20)
+    assert ["two processes are rank 1 of 3" in str(error) for error in errors] == [True] * 3
+
+
+def test_ranks_of_another_job_are_an_error(tmp_path: Path) -> None:
+    errors = met([ranks(tmp_path, 2)[0], ranks(tmp_path, 3)[1]])
+    assert ["rank 1 of 3 met ranks of a job of 2" in str(error) for error in errors] == [True] * 2
+    assert {type(error) for error in errors} == {TopologyError}
+
+
+def test_an_address_that_cannot_be_one_is_an_error_at_once(tmp_path: Path) -> None:
+    (error,) = met([{**ranks(tmp_path, 2)[1], "DUALDIST_RENDEZVOUS": "tcp://a..b:29500"}], timeout_s=3)
+    assert isinstance(error, UsageError)
+    assert "'a..b':29500: not a host name" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE not set"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "a rank must be below the size"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "here"}, "expected file:///folder/name"),
+    ],
+)
+def test_bad_variables_are_the_errors_of_init(environ: dict[str, str], words: str) -> None:
+    with pytest.raises((TopologyError, UsageError), match=words):
+        prepare(environ, 30)
+
+
+def test_without_a_launcher_there_is_one_rank_and_no_meeting() -> None:
+    environ: dict[str, str] = {}
+    prepare(environ, 1e-9)
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    assert detect(environ).launcher == "none"
+
+
+@pytest.mark.parametrize("environ", ROWS)
+def test_dualdist_finds_its_launcher_as_without_exec(environ: Mapping[str, str]) -> None:
+    """Also if the program changes the address; and `doctor` names what exec set."""
+    topology = detect(environ)
+    values = program_variables(environ, Meeting("10.0.0.1", 4321, topology, "eth7"))
+    inside = {**environ, **values, EXEC_VARIABLES: json.dumps(values)}
+    assert detect(inside) == topology
+    assert detect({**inside, "MASTER_ADDR": "own"}).launcher == topology.launcher
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        listed = {each.name: each.why for each in find_unused(inside, topology)}
+        assert all("dualdist exec" in listed[name] for name in values)
+
+
+def test_an_inner_torchrun_counts() -> None:
+    outer: dict[str, str] = {}
+    prepare(outer, 30)
+    inner = {**topology_variables(detect({})), "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    inner |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    assert detect({**outer, **inner}).launcher == "torchrun"
+    assert detect({**outer, **inner}).rank == 1
+
+
+@pytest.mark.parametrize("text", ["", "x", "3", "[]", "[[[], 1]]", "{}", '{"RANK": 3}'])
+def test_a_damaged_mark_is_ignored(text: str) -> None:
+    assert detect({EXEC_VARIABLES: text}).launcher == "none"
+
+
+def test_the_port_is_kept_for_the_program() -> None:
+    port = reserve_port(0)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    assert reserve_port(port) != port
+    with socket.create_server(("", port)):
+        pass
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(base_env: Mapping[str, str], tmp_path: Path) -> Run:
+    """Runs `dualdist exec WORDS` in tmp_path."""
+
+    def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        options = {"cwd": tmp_path, "capture_output": True, "text": True}
+        return subprocess.run([*EXEC, *words], env={**base_env, **env}, **options)
+
+    return start
+
+
+SHOW = "import os, sys\nprint(__name__, sys.argv, sys.path[0], os.environ['WORLD_SIZE'], 'torch' in sys.modules)\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        (("pkg/show.py", "--lr", "0.1", "-m", "--help"), ["pkg/show.py", "--lr", "0.1", "-m", "--help"]),
+        (("--timeout", "5", "-m", "pkg.show", "--verbose"), ["pkg.show", "--verbose"]),
+    ],
+)
+def test_a_program_is_main_with_its_own_arguments_and_no_torch(
+    run: Run, tmp_path: Path, words: Sequence[str], argv: list[str]
+) -> None:
+    folder = tmp_path / "pkg"
+    folder.mkdir()
+    (folder / "show.py").write_text(SHOW)
+    is_module = "pkg.show" in argv
+    seen = [str(folder / "show.py"), *argv[1:]] if is_module else argv
+    done = run(*words)
+    assert done.stdout == f"__main__ {seen} {tmp_path if is_module else folder} 1 False\n", done.stderr
+    assert done.stderr == ""
+
+
+def test_any_program_takes_the_process_over(run: Run) -> None:
+    done = run("--", "sh", "-c", 'echo "$RANK of $WORLD_SIZE, $1"; kill -9 $$', "sh", "-m")
+    assert (done.stdout, done.returncode) == ("0 of 1, -m\n", -9)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ((), 2, "no program: expected"),
+        (("--",), 2, "no program: expected"),
+        (("nowhere.py",), 2, "there is no file"),
+        (("-m", "nowhere"), 2, "there is no module nowhere"),
+        (("--", "./nowhere"), 127, "No such file"),
+        (("--timeout", "-1", "x.py"), 2, "expected seconds above 0"),
+    ],
+)
+def test_what_cannot_run_is_named_in_one_line(run: Run, words: Sequence[str], code: int, message: str) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (code, 1, "")
+    assert message in done.stderr
+
+
+def test_verbose_says_what_was_found_and_set(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.py").touch()
+    done = run("-v", "x.py", MASTER_ADDR="node7")
+    assert done.stderr.startswith("dualdist exec: rank 0 of 1, from no launcher's variables; set RANK=0 WORLD_SIZE=1")
+    assert "MASTER_ADDR" not in done.stderr
