@@ -1,6 +1,9 @@
-"""What differs in the programs that tests start: torch is counted and imported faster, and its compiler imported late.
+"""What differs in the programs that tests start: whole lines are printed at once, torch is counted and imported faster,
+and its compiler is imported late.
 
 Python imports a module of this name at start; the tests put this folder on PYTHONPATH.
+
+Ranks share one output, to which Python would write nothing until much later, or each word of a print() by itself.
 
 A process that imports torch appends one byte to the file that TEST_TORCH_IMPORTS names.
 
@@ -15,6 +18,7 @@ alone: 2 CPU seconds, as much as torch itself. Here it is imported when anything
 import functools
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -98,3 +102,5 @@ class _Compiler(ModuleType):
 
 
 sys.meta_path.insert(0, _Finder(os.environ.get("TEST_TORCH_IMPORTS")))
+if isinstance(sys.stdout, io.TextIOWrapper) and not os.environ.get("PYTHONUNBUFFERED"):
+    sys.stdout.reconfigure(line_buffering=True)
