@@ -198,7 +198,7 @@ def test_a_session_may_follow_another(ranks: Ranks) -> None:
 @pytest.mark.parametrize("ranks", in_cells([cell for cell in LAW_CELLS if cell.ranks > 1]), indirect=True)
 def test_random_trainings_match_one_process(ranks: Ranks, effort: Effort) -> None:
     """Always the same few; with --long many more."""
-    for seed in range(effort(12, 1000)):
+    for seed in range(effort(6, 1000)):
         ranks.run(f"{rank.RANDOM}{seed}")
         effort.count("random trainings")
 
