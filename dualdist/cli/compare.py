@@ -50,9 +50,9 @@ from dualdist.launch.processes import JOB_MARK, termination_raises
 from dualdist.rendezvous import backend_selection
 from dualdist.utils.machine import machine, usable_cores, versions
 from dualdist.utils.package_probe import probe_torch
-from dualdist.utils.preemption_protocol import NOTICE
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.suggest import require_choice
+from dualdist.utils.variables import NOTICE
 
 if TYPE_CHECKING:
     from dualdist.bench.compare.launches import Launch

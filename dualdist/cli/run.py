@@ -25,9 +25,9 @@ from dualdist.launch.launchers import ALL, LAUNCHERS, find_conflicts
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, RunSettings, run_job
 from dualdist.launch.schedulers import SCHEDULERS, build_script_request, job_script, submit_script
-from dualdist.utils.preemption_protocol import REQUEUE
 from dualdist.utils.redaction import redact_variables
 from dualdist.utils.suggest import require_choice
+from dualdist.utils.variables import REQUEUE
 
 HVD_MODULE = ("-m", "dualdist.hvd")
 EXAMPLES = (

@@ -2,6 +2,6 @@
 
 from dualdist.elastic.run_loop import run
 from dualdist.elastic.training_state import State, Stopped, request_stop, should_stop
-from dualdist.utils.preemption_protocol import REQUEUE
+from dualdist.utils.variables import REQUEUE
 
 __all__ = ["REQUEUE", "State", "Stopped", "request_stop", "run", "should_stop"]

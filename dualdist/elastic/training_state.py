@@ -22,7 +22,7 @@ from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import get_wrapper, move_to_group
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
-from dualdist.utils.preemption_protocol import NOTICE, REQUEUE
+from dualdist.utils.variables import NOTICE, REQUEUE
 
 LAST_STEP = "last-step"  # key in a session's extras
 KNOWN_PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dualdist.utils.preemption_protocol import REQUEUE
+from dualdist.utils.variables import REQUEUE
 
 # The exit code of a job whose first failing rank was lost, as if by SIGKILL.
 LOST_RANK_CODE = 137

@@ -19,8 +19,8 @@ from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
 from dualdist.rendezvous.meeting import RUN_RENDEZVOUS
-from dualdist.utils.preemption_protocol import REQUEUE
 from dualdist.utils.redaction import is_secret, redact_variables
+from dualdist.utils.variables import REQUEUE
 
 LOOPBACK = "127.0.0.1"
 

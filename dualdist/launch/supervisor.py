@@ -23,8 +23,8 @@ from dualdist.launch.failure import RankEnd, exit_code, first_failure, has_stopp
 from dualdist.launch.job import Command
 from dualdist.launch.processes import TERMINATION_SIGNALS, signals_handled
 from dualdist.launch.relay import OutputRelay
-from dualdist.utils.preemption_protocol import NOTICE, REQUEUE, SIGNALS
 from dualdist.utils.redaction import redact_command
+from dualdist.utils.variables import NOTICE, PREEMPTION_SIGNALS, REQUEUE
 
 # Seconds for the other ranks to end after a failure.
 GRACE_S = 3.0
@@ -124,7 +124,7 @@ class Supervisor:
         self._selector.register(self.listener.server, selectors.EVENT_READ, self._accept)
         error = ""
         try:
-            with signals_handled(SIGNALS, lambda number, frame: self._received.append(number)):
+            with signals_handled(PREEMPTION_SIGNALS, lambda number, frame: self._received.append(number)):
                 for command in self.commands:
                     self._start(command)
                 error = self._watch(began, timeout_s)
@@ -223,7 +223,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """End all launchers, and all ranks by closing their connections; kill what is left on this host."""
-        with signals_handled([*TERMINATION_SIGNALS, *SIGNALS, signal.SIGINT], signal.SIG_IGN):
+        with signals_handled([*TERMINATION_SIGNALS, *PREEMPTION_SIGNALS, signal.SIGINT], signal.SIG_IGN):
             for process in self._processes:
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):

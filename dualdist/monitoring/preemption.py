@@ -24,8 +24,8 @@ from typing import Any
 from dualdist.backends.base import Store
 from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
 from dualdist.utils.deadline import Deadline
-from dualdist.utils.preemption_protocol import DONE, NOTICE, SIGNALS
 from dualdist.utils.suggest import format_ranks
+from dualdist.utils.variables import DONE, NOTICE, PREEMPTION_SIGNALS
 
 POLL_S = 1.0
 ANSWER_POLL_S = 0.02
@@ -59,7 +59,7 @@ class PreemptionNotice:
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in SIGNALS:
+        for number in PREEMPTION_SIGNALS:
             if number not in self._handled and signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, self._on_signal)
                 self._handled.append(number)
@@ -221,7 +221,7 @@ def unhandled_signals() -> tuple[signal.Signals, ...]:
     """
     if sys.platform != "linux":
         return ()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in PREEMPTION_SIGNALS}
     return tuple(
         number
         for number, handler in handlers.items()

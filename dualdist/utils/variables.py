@@ -1,8 +1,12 @@
-"""Environment variables: those of dualdist, a warning of those that only look like one, and settings for a while."""
+"""Environment variables of dualdist, and the signals and the exit status of a preempted job.
+
+Ranks, launchers and job scripts agree on these.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from dualdist.utils.suggest import did_you_mean
@@ -10,26 +14,21 @@ from dualdist.utils.suggest import did_you_mean
 PREFIX = "DUALDIST_"
 # How `dualdist run` shows what a rank writes: "tagged" with its rank, or on a "terminal".
 OUTPUT = "DUALDIST_OUTPUT"
-NAMES = tuple(
-    PREFIX + name
-    for name in (
-        *("ADDRESS", "BACKEND", "DEBUG", "EXEC", "JOB", "LAUNCHER", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK", "NOTICE"),
-        *("NO_EXTENSION", "NUM_NODES", "OUTPUT", "PORT", "RANK", "RECORD", "RECORD_STEPS", "RECORD_WARMUP"),
-        *(
-            "REDUCTION",
-            "RENDEZVOUS",
-            "RENDEZVOUS_DIR",
-            "RUN",
-            "RUN_FRAMES",
-            "RUN_RENDEZVOUS",
-            "RUN_RESTART",
-            "SIZE",
-            "SLOW_RANKS",
-            "TIMELINE",
-        ),
-        "TRANSPORT",
-    )
-)
+# Names a file whose creation preempts the job; rank 0 and `dualdist run` poll for it.
+NOTICE = "DUALDIST_NOTICE"
+# Suffix of a file that rank 0 creates once the job has stopped, since some launchers lose the exit status.
+DONE = ".done"
+# Signals that preempt a rank: sent by schedulers before they reclaim a machine, and by Slurm on request.
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Exit status of a preempted job that can be requeued: EX_TEMPFAIL of sysexits.h, "try again".
+REQUEUE = 75
+
+_NAMES = """
+    ADDRESS BACKEND DEBUG EXEC JOB LAUNCHER LOCAL_RANK LOCAL_SIZE NODE_RANK NOTICE NO_EXTENSION NUM_NODES OUTPUT PORT
+    RANK RECORD RECORD_STEPS RECORD_WARMUP REDUCTION RENDEZVOUS RENDEZVOUS_DIR RUN RUN_FRAMES RUN_RENDEZVOUS
+    RUN_RESTART SIZE SLOW_RANKS TIMELINE TRANSPORT
+"""
+NAMES = tuple(PREFIX + name for name in _NAMES.split())
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -18,7 +18,7 @@ from harness.jobs import REPORT_DIR, Launch, collect
 from harness.problem import flat, make_model, make_optimizer
 from harness.slurm import eventually
 
-from dualdist.utils.preemption_protocol import REQUEUE
+from dualdist.utils.variables import REQUEUE
 
 PROGRAM = elastic_rank.__file__
 SIZE = 2
