@@ -159,6 +159,11 @@ class GroupWork(dist.Work):
         except Exception as error:  # of any kind: those who wait must see it
             self._progress.fail(error)
             self._error = error
+        except BaseException:
+            self._error = CollectiveError("this operation was interrupted")
+            self._progress.fail(self._error)
+            self._resolve()
+            raise
         self._resolve()
 
     def try_finish(self, budget_s: float) -> bool:

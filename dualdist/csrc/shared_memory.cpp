@@ -388,7 +388,6 @@ class ShmChannel {
 void bind_shared_memory(py::module_& module) {
   py::class_<ShmChannel>(module, "ShmChannel")
       .def(py::init<const py::buffer&, int, int, int64_t, double>())
-      .def_static("needed_bytes", &ShmChannel::needed_bytes)
       .def_property_readonly("steps", &ShmChannel::steps)
       .def("announce", &ShmChannel::announce)
       .def("have_all_announced", &ShmChannel::have_all_announced)

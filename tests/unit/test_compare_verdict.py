@@ -366,18 +366,18 @@ def test_every_contender_without_launches_is_listed_with_a_reason() -> None:
     contenders = CONTENDERS
     failed = failed_launch(contenders[1].key, 1, "exit code 1\nOSError: gone")
     run = [launch(contenders[0].key, 0, 1.0), launch(contenders[1].key, 0, 1.0), failed]
-    found = summarize(contenders, [], run, "the budget of 9 s was used up")
+    found = summarize(contenders, [], run, "the budget of 9 s is spent")
     assert [contender.launches for contender in found.contenders] == [1, 1]
     alone = failed_launch(contenders[1].key, 0, "exit code 1\nno such device")
     found_alone = summarize(contenders[:2], [], [run[0], alone], "complete")
     assert [each.reason for each in found_alone.refused] == ["exit code 1\nno such device"]
     assert found_alone.verdict.kind == "alone"
-    verdict = summarize(contenders[:2], [], run[:1], "the budget of 60 s was used up").verdict
+    verdict = summarize(contenders[:2], [], run[:1], "the budget of 60 s is spent").verdict
     assert verdict.kind == "too few"
     assert verdict.sentence.startswith("no verdict: only native over shm (torchrun) of 2 candidates was launched")
     assert {each.contender.config.launcher: each.reason for each in found.refused} == {
         "mpirun": "it failed in round 2 and was not launched again: OSError: gone",
-        "srun": "it was never launched: the budget of 9 s was used up",
+        "srun": "it was never launched: the budget of 9 s is spent",
     }
 
 
@@ -425,11 +425,11 @@ def test_no_round_starts_that_would_exceed_the_budget_but_every_resumed_run_make
     rounds = clock.schedule(9)
     assert rounds.remaining_s() == 100.0  # all would take longer
     assert len(list(rounds)) == 18  # six rounds of 15 s
-    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up; a round takes about 15 s")
+    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s is spent; a round takes about 15 s")
     assert rounds.left_out == []
     rounds = Clock(60.0).schedule(9)
     assert len(list(rounds)) == 2
-    assert "used up; a round takes about 120 s, more than the budget" in rounds.ended
+    assert "is spent; a round takes about 120 s, more than the budget" in rounds.ended
     done: list[Launch] = []
     for _ in range(4):
         before = len(done)
@@ -521,7 +521,7 @@ def test_ordered_launches_follow_the_rounds_once_and_the_budget_leaves_time_for_
     assert [each.contender for each in done[-3:]] == names
     assert {each.round for each in done[-3:]} == {5}
     assert (clock.now, len(done)) == (126.0, 21)  # six rounds of 18 s, and the checks
-    assert rounds.ended == "the budget of 143 s was used up; a round takes about 18 s"
+    assert rounds.ended == "the budget of 143 s is spent; a round takes about 18 s"
     assert (rounds.left_out, rounds.enough) == ([], "--budget 3m")
     again = Clock(5.0)
     assert len(list(schedule(again, 1000.0, done))) == 9

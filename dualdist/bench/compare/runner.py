@@ -236,7 +236,7 @@ def first_of_each_group(contenders: Sequence[Contender]) -> list[Contender]:
 
 @dataclass
 class LaunchSchedule:
-    """Iterator over the launches, round by round, until `rounds` are complete or `budget_s` is used up.
+    """Iterator over the launches, round by round, until `rounds` are complete or `budget_s` is spent.
 
     `checks`, those of `contenders` with ordered sums, follow the rounds, which leave them the time for one launch each.
     `ended` says why it stopped. No round but the first starts that would exceed the budget. If the budget is too small
@@ -334,7 +334,7 @@ class LaunchSchedule:
     def _budget_used(self, where: str) -> str:
         round_s = self._estimate(self._able())
         more = ", more than the budget" if round_s > self.budget_s else ""
-        return f"the budget of {self.budget_s:g} s was used up{where}; a round takes about {round_s:.0f} s{more}"
+        return f"the budget of {self.budget_s:g} s is spent{where}; a round takes about {round_s:.0f} s{more}"
 
     @property
     def enough(self) -> str:
