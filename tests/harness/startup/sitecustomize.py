@@ -1,5 +1,5 @@
 """What differs in the programs that tests start: whole lines are printed at once, torch is counted and imported faster,
-and its compiler is imported late.
+and some of its parts are imported late.
 
 Python imports a module of this name at start; the tests put this folder on PYTHONPATH.
 
@@ -13,26 +13,40 @@ ends. What the program itself makes is collected as everywhere.
 
 The first optimizer that steps imports torch's compiler (`torch._dynamo`), only to tell it which functions it must leave
 alone: 2 CPU seconds, as much as torch itself. Here it is imported when anything else of it is used.
+
+A third of torch's own import are functions in Python that tell the shapes of results (`torch._meta_registrations`), for
+compilers, fake tensors and DTensor: here they are imported before the first of USES_SHAPES.
+
+A rank that trains by DistributedDataParallel, without dualdist, waits a moment before it ends, for the reason that
+`dualdist exec` waits: torch may abort it.
 """
 
+import atexit
 import functools
 import gc
 import importlib
 import io
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+COMPILER = "torch._dynamo"
+SHAPES = "torch._meta_registrations"
+USES_SHAPES = ("torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store")
+
 
 class _Finder(MetaPathFinder):
-    """Count torch, import it without the collector, and replace torch's compiler by `_Compiler`."""
+    """Count torch, import it without the collector, and put `_Compiler` and an empty module for two of its parts."""
 
     def __init__(self, counts: str | None) -> None:
         self._counts = counts
+        self._late = {COMPILER, SHAPES}
+        self._empty: set[str] = set()
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if fullname == "torch" and self._counts:
@@ -41,10 +55,22 @@ class _Finder(MetaPathFinder):
             self._counts = None
         if fullname == "torch":
             return _without_collector(PathFinder.find_spec(fullname))
-        if fullname != "torch._dynamo":
+        if fullname in USES_SHAPES and SHAPES in self._empty:
+            return self._import_shapes(fullname)
+        if fullname not in self._late:
             return None
-        sys.meta_path.remove(self)
+        self._late.remove(fullname)
+        self._empty.add(fullname)
         return ModuleSpec(fullname, _Late())
+
+    def _import_shapes(self, user: str) -> ModuleSpec:
+        """Import them, and with them their user: torch needs this order."""
+        self._empty.remove(SHAPES)
+        del sys.modules[SHAPES]
+        importlib.import_module(SHAPES)
+        spec: Any = sys.modules[user].__spec__
+        spec.loader = _Loaded(sys.modules[user], spec.loader)
+        return spec  # type: ignore[no-any-return]
 
 
 def _without_collector(spec: ModuleSpec | None) -> ModuleSpec | None:
@@ -70,10 +96,26 @@ def _without_collector(spec: ModuleSpec | None) -> ModuleSpec | None:
 
 class _Late(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Compiler(spec.name)
+        return _Compiler(spec.name) if spec.name == COMPILER else ModuleType(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the module is loaded where more of it is asked for."""
+
+
+class _Loaded(Loader):
+    """Gives a module that has been imported meanwhile."""
+
+    def __init__(self, module: ModuleType, loader: Any) -> None:
+        self._module = module
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing a second time."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
 
 
 class _Compiler(ModuleType):
@@ -101,6 +143,12 @@ class _Compiler(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+def _let_gloo_end() -> None:
+    if "RANK" in os.environ and "torch.distributed" in sys.modules and "dualdist" not in sys.modules:
+        time.sleep(0.2)
+
+
+atexit.register(_let_gloo_end)
 sys.meta_path.insert(0, _Finder(os.environ.get("TEST_TORCH_IMPORTS")))
 if isinstance(sys.stdout, io.TextIOWrapper) and not os.environ.get("PYTHONUNBUFFERED"):
     sys.stdout.reconfigure(line_buffering=True)
