@@ -85,6 +85,7 @@ def _without_collector(spec: ModuleSpec | None) -> ModuleSpec | None:
         gc.disable()
         try:
             loader.exec_module(module)
+            _allow_generators(module)
             gc.freeze()
         finally:
             if is_on:
@@ -92,6 +93,14 @@ def _without_collector(spec: ModuleSpec | None) -> ModuleSpec | None:
 
     loader.exec_module = exec_module
     return spec
+
+
+def _allow_generators(torch: Any) -> None:
+    """Do for torch.Generator what USES_SHAPES do at their end (torch 2.13 on)."""
+    if hasattr(torch._C, "_set_generator_metaclass"):
+        from torch._opaque_base import OpaqueBaseMeta
+
+        torch._C._set_generator_metaclass(OpaqueBaseMeta)
 
 
 class _Late(Loader):
