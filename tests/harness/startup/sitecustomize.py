@@ -160,4 +160,4 @@ def _let_gloo_end() -> None:
 atexit.register(_let_gloo_end)
 sys.meta_path.insert(0, _Finder(os.environ.get("TEST_TORCH_IMPORTS")))
 if isinstance(sys.stdout, io.TextIOWrapper) and not os.environ.get("PYTHONUNBUFFERED"):
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # torchrun starts `python -u`
