@@ -88,12 +88,12 @@ FULL_LAW_CELLS = [
     Cell("python", "mpi", "none", "mpi", "mpi", ranks=1),
     Cell("torchrun", "native", "torchrun", "native", "gloo", ranks=4, variables=GLOO),
     Cell("mpirun", "", "mpirun", "horovod", "mpi"),
-    Cell("mpirun", "horovod", "mpirun", "horovod", "mpi", ranks=4),
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", ranks=4),
     Cell("mpiexec-mpich", "mpi", "mpirun", "mpi", "mpi"),
 ]
-# The same backends under the other launchers, in the full tier only; and Horovod over Gloo, the slowest, on four ranks.
+# The same backends under the other launchers, in the full tier only; and Horovod, the slowest, on four ranks.
 LAUNCHER_CELLS = [
+    Cell("mpirun", "horovod", "mpirun", "horovod", "mpi", ranks=4),
     Cell("torchrun", "horovod", "torchrun", "horovod", "gloo", ranks=4),
     Cell("horovodrun-mpi", "mpi", "horovodrun", "mpi", "mpi"),
     Cell("torchrun", "", "torchrun", "native", "shm"),
