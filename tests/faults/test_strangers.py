@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -15,7 +16,7 @@ import pytest
 from faults import training
 from faults.starts import RANK, Cell, rank_env
 from harness.effort import Effort
-from harness.jobs import REPORT_DIR, Launch, collect
+from harness.jobs import REPORT_DIR, Job, Launch, collect
 
 LIMIT_S = 120.0
 PACE_S = "0.1"
@@ -162,11 +163,15 @@ def test_garbage_at_every_port_does_not_disturb_a_training(launch: Launch, cell:
 def test_garbage_at_the_rendezvous_port_does_not_disturb_rendezvous(
     launch: Launch, free_port: int, backend: str, effort: Effort
 ) -> None:
+    """Rank 1 starts late: rank 0 waits for it at a port that the strangers have found."""
     with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(launch.start([*RANK, backend], env=rank_env(rank, 2, free_port))) for rank in (0, 1)
-        ]
-        they = stack.enter_context(Strangers(lambda: listening_ports(jobs[0].pid)))
+        jobs: list[Job] = []
+        they = stack.enter_context(Strangers(lambda: listening_ports(jobs[0].pid) if jobs else set()))
+        for rank in (0, 1):
+            jobs.append(stack.enter_context(launch.start([*RANK, backend], env=rank_env(rank, 2, free_port))))
+            deadline = time.monotonic() + LIMIT_S
+            while free_port not in they.met and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
         outcomes = [job.wait(LIMIT_S) for job in jobs]
     for outcome in outcomes:
         assert outcome.rc == 0, str(outcome)
