@@ -55,7 +55,7 @@ def require_shardable(optimizer: torch.optim.Optimizer) -> None:
 
 
 class StateSharding:
-    """Which rank owns which parameters of one optimizer: Note [sharded steps]. Note [ownership] holds here, too."""
+    """The parameters of one optimizer that each rank owns: Note [sharded steps]. Note [ownership] holds here, too."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
