@@ -15,7 +15,8 @@ The first optimizer that steps imports torch's compiler (`torch._dynamo`), only 
 alone: 2 CPU seconds, as much as torch itself. Here it is imported when anything else of it is used.
 
 A third of torch's own import are functions in Python that tell the shapes of results (`torch._meta_registrations`), for
-compilers, fake tensors and DTensor: here they are imported before the first of USES_SHAPES.
+compilers, fake tensors and DTensor: here they are imported before the first of USES_SHAPES. As this is
+private to torch, it is done on the release that it was tried with.
 
 A rank that trains by DistributedDataParallel, without dualdist, waits a moment before it ends, for the reason that
 `dualdist exec` waits: torch may abort it.
@@ -37,6 +38,7 @@ from typing import Any
 
 COMPILER = "torch._dynamo"
 SHAPES = "torch._meta_registrations"
+TRIED = "2.13."
 USES_SHAPES = ("torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store")
 
 
@@ -57,6 +59,8 @@ class _Finder(MetaPathFinder):
             return _without_collector(PathFinder.find_spec(fullname))
         if fullname in USES_SHAPES and SHAPES in self._empty:
             return self._import_shapes(fullname)
+        if fullname == SHAPES and not sys.modules["torch"].__version__.startswith(TRIED):
+            self._late.discard(SHAPES)
         if fullname not in self._late:
             return None
         self._late.remove(fullname)
@@ -96,8 +100,8 @@ def _without_collector(spec: ModuleSpec | None) -> ModuleSpec | None:
 
 
 def _allow_generators(torch: Any) -> None:
-    """Do for torch.Generator what USES_SHAPES do at their end (torch 2.13 on)."""
-    if hasattr(torch._C, "_set_generator_metaclass"):
+    """Do for torch.Generator what USES_SHAPES do at their end."""
+    if torch.__version__.startswith(TRIED):
         from torch._opaque_base import OpaqueBaseMeta
 
         torch._C._set_generator_metaclass(OpaqueBaseMeta)
