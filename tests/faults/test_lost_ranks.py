@@ -24,7 +24,6 @@ from harness.tiny_rank import __file__ as TINY_RANK
 from dualdist.monitoring.process_state import BUSY
 from dualdist.monitoring.rank_probe import IN_PROGRAM
 
-BACKENDS = ("native", "horovod", "mpi")
 CELLS = [
     *((launcher, backend) for launcher in ("torchrun", "horovodrun", "mpirun") for backend in ("native", "horovod")),
     ("mpirun", "mpi"),
@@ -70,7 +69,11 @@ NOT_ARRIVED = {
 @pytest.mark.smoke("stops-native", "stops-mpi", "begins another-native")
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [(case, backend) for case in NOT_ARRIVED for backend in BACKENDS if backend == "mpi" or "step" not in case],
+    [
+        *((case, backend) for case in NOT_ARRIVED for backend in ("native", "mpi") if "step" not in case),
+        *(("stops in a small step", "mpi"), ("stops in a large step", "mpi")),
+        *(("is late", "horovod"), ("the first stops", "horovod"), ("joined", "horovod")),  # by the same code as native
+    ],
 )
 def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuses, backend: str, case: str) -> None:
     words, printed = NOT_ARRIVED[case]

@@ -14,6 +14,7 @@ from harness.jobs import Launch
 from harness.pages import Block, find_blocks, find_commands
 from harness.slurm import Slurm
 from launch.running import AS_ROOT, TORCHRUN
+from launch.test_readme import STARTS as README_STARTS
 
 PROGRAM = str(Path(__file__).with_name("docs_program.py"))
 PYTHON = find_blocks("python")
@@ -26,12 +27,17 @@ ELSEWHERE = {
     r"(?!.*--scheduler)dualdist run .*(-H|--hostfile) ": "tests/launch/test_run_hosts.py",
     r"dualdist doctor (--hosts|--run) ": "tests/launch/test_doctor.py",
     r"python -m pytest ": "itself",
+    r"dualdist bench ": "tests/launch/test_bench.py",
 }
 SLURM = r"(srun|salloc) "
-# Their lines start ranks, whatever these do: here they do without torch. Elsewhere they train.
-ABOUT_STARTING = ("guides/exec.md", "guides/run.md")
+# Of these pages the lines train. Those of others start ranks, whatever these do: here they do without torch.
+TRAINS = ("first-job.md", "from-ddp.md", "guides/elastic.md", "guides/tracing.md")
 STARTED = """import os\nprint(f"one of {os.environ['WORLD_SIZE']} ranks, ready")\n"""
-LINES = {line: block for line, block in find_commands().items() if not any(re.match(each, line) for each in ELSEWHERE)}
+LINES = {
+    line: block
+    for line, block in find_commands().items()
+    if line not in README_STARTS and not any(re.match(each, line) for each in ELSEWHERE)
+}
 
 
 def alone(block: Block) -> bool:
@@ -91,13 +97,14 @@ def run_line(launch: Launch, line: str, env: dict[str, str]) -> None:
     page = block.page if block.page == "guides/elastic.md" else "first-job.md"
     text = next(each.text for each in PYTHON if each.page == page)
     for path in (folder / "train.py", folder / "package" / "train.py"):
-        path.write_text(STARTED if block.page in ABOUT_STARTING else text)
+        trains = block.page in TRAINS or not re.search("dualdist (run|exec)", line)  # which set WORLD_SIZE
+        path.write_text(text if trains else STARTED)
     shutil.copy(ROOT / "examples" / "horovod_script.py", folder / "script.py")
     (folder / "run.sh").write_text("#!/bin/sh\nexec python train.py\n")
     (folder / "run.sh").chmod(0o755)
     if "--config" in line:
         (folder / "job.yaml").write_text(next(each.text for each in find_blocks("yaml") if each.page == block.page))
-    if re.match(r"dualdist (bench|compare|install-horovod) ?", line):
+    if re.match(r"dualdist (compare|install-horovod) ?", line):
         line = line.replace(" -- ", " --dry-run -- ") if " -- " in line else f"{line} --dry-run"
     line = line.replace("--submit ", "")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -38,15 +38,18 @@ def trained_by_one_process(size: int) -> list[float]:
     return [each.double().sum().item() for each in model.state_dict().values()]
 
 
-def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int]) -> None:
-    """Check each rank's place, and that DDP and FSDP2 end where one process does."""
+def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], kinds: Sequence[str] = ("ddp",)) -> None:
+    """Check each rank's place, and that each kind of training ends where one process does."""
     places = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
     for rank, (seen, (node, local)) in enumerate(zip(reports, places, strict=True)):
         place = {"rank": rank, "size": sum(per_node), "local_rank": local, "node_rank": node}
         wanted = {**place, "local_size": per_node[node]}
         assert {name: seen[name] for name in wanted} == wanted
-        for kind in ("ddp", "fsdp"):
-            assert seen[kind] == pytest.approx(trained_by_one_process(sum(per_node)), rel=TOLERANCE, abs=TOLERANCE)
+        assert set(seen["trained"]) == set(kinds)
+        for kind in kinds:
+            assert seen["trained"][kind] == pytest.approx(
+                trained_by_one_process(sum(per_node)), rel=TOLERANCE, abs=TOLERANCE
+            )
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def test_ddp_and_fsdp_train_under_every_launcher(
         "mpirun": [*openmpi.run(2), *EXEC],
         "mpich": [*pypis_mpich.run(2), *EXEC],
     }[launcher]
-    check(launch.reports([*start, PROGRAM], 2), (2,))
+    check(launch.reports([*start, PROGRAM, "fsdp"], 2), (2,), ("ddp", "fsdp"))
 
 
 @pytest.mark.smoke("none-1+1")
@@ -78,7 +81,7 @@ def test_ddp_and_fsdp_train_under_every_launcher(
         pytest.param("pmix", ("-N1", "-n2"), (2,), id="pmix-2"),
     ],
 )
-def test_ddp_and_fsdp_train_under_srun(
+def test_ddp_trains_under_srun(
     slurm: Slurm, launch: Launch, mpi: str, options: Sequence[str], per_node: Sequence[int]
 ) -> None:
     check(launch.reports([*slurm.srun(*options, mpi=mpi), *EXEC, PROGRAM], sum(per_node), env=slurm.env), per_node)
