@@ -277,8 +277,9 @@ def wrap_optimizer(
         check_every: if given, step() checks the reduced gradients for NaN and infinity, and before the first and every
             `check_every`-th step compares the parameters between ranks. The check waits for the GPU.
         gradient_as_bucket_view: make the reduced gradients views of the buckets, as in DistributedDataParallel. They
-            are valid until the next backward(); a program that needs them for longer clones them. With False, and with
-            `check_every`, they are copied to the tensors that autograd made.
+            are valid until the next backward(); a program that needs them for longer clones them. It may clear them by
+            zero_grad() of either kind, replace ``p.grad`` or ``p.grad.data``, ``detach_()`` them and accumulate into
+            them. With False, and with `check_every`, they are copied to the tensors that autograd made.
         reduction: "ordered" adds gradients in the order of ranks, element by element, so that on CPUs a training ends
             with the same bits on every backend, transport and number of hosts, and with any bucket size; gradients
             below 32 bits are added in float32 and rounded once. "unordered" adds as the transport does. If None,

@@ -70,6 +70,7 @@ class Group:
         ranks: The members' ranks in the job, in ascending order.
         rank: This process's index in `ranks`, or -1 if it is no member.
         size: The number of members.
+        is_open: True until the session ends or the group is removed.
     """
 
     def __init__(
@@ -110,17 +111,12 @@ class Group:
         self._is_progressing = False  # Note [progress]
         self._thread: threading.Thread | None = None
         self._thread_starts_at = 0.0  # earliest next cycle of the background thread, on the monotonic clock
-        self._is_closed = False
+        self.is_open = True
 
     @property
     def is_member(self) -> bool:
         """Return True if this process is one of the group's ranks."""
         return self.rank >= 0
-
-    @property
-    def is_open(self) -> bool:
-        """Return True until the session ends or the group is removed."""
-        return not self._is_closed
 
     @property
     def is_usable(self) -> bool:
@@ -166,7 +162,7 @@ class Group:
 
     def require_usable(self) -> None:
         """Raise NotInitializedError, UsageError or CollectiveError if this rank cannot begin a collective."""
-        if self._is_closed:
+        if not self.is_open:
             raise NotInitializedError(CLOSED)
         if not self.is_member:
             raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
@@ -231,7 +227,7 @@ class Group:
             The result; a handle to wait for if not all ranks do the same; or None, with nothing sent, if other
             collectives are under way.
         """
-        if self._failure is not None or self._is_closed or self.rank < 0:
+        if self._failure is not None or not self.is_open or self.rank < 0:
             self.require_usable()
         with self._changed:
             if self._is_progressing or self._pending or self.observer is not None or self.size == 1:
@@ -308,7 +304,7 @@ class Group:
     def _progress_loop(self) -> None:
         """Run the background thread: perform what is pending unless a waiting program does."""
         with self._changed:
-            while not self._is_closed:
+            while self.is_open:
                 early_s = self._thread_starts_at - time.monotonic()
                 if self._is_progressing or not self._pending:
                     self._unattended.wait()
@@ -435,7 +431,7 @@ class Group:
             under_way = list(self._pending.values())
             if self._thread is not None:
                 self._changed.wait_for(lambda: not self._pending, DRAIN_S)
-            self._is_closed = True
+            self.is_open = False
             self._unattended.notify_all()
         unfinished = [f"{handle.request}" for handle in under_way if not handle.done() or handle.failed()]
         if unfinished:

@@ -9,6 +9,7 @@
 //
 // Note [ownership]: a reducer owns its packer, a packer the nodes and with them the parameters, and a node its hook. The
 // hook refers to the packer weakly: with the optimizer goes its reducer, and the hook, if it is left, does nothing.
+#include <ATen/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -17,7 +18,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <cstring>

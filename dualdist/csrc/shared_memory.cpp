@@ -48,8 +48,10 @@ constexpr int64_t kCacheLine = 64;
 // Up to this size, and for two ranks at any size, every rank reduces all values itself, in one step.
 constexpr int64_t kOneStepBytes = 1 << 14;
 constexpr int kPollsPerClock = 32;
-// A rank that waits lets others run on its core for so long before it sleeps: waking a core that sleeps takes as long.
-constexpr auto kYielding = std::chrono::microseconds(50);
+// After spinning a rank lets others run on its core between polls for so long before it sleeps: a core that sleeps takes
+// as long to wake. It spins only for as long as ranks in step are apart, as the rank that it waits for may have been moved
+// to the same core, where other programs use the rest.
+constexpr auto kYielding = std::chrono::microseconds(200);
 
 // In the order of OPS in dualdist/backends/shm/channel.py.
 enum class Op { sum, product, min, max, mean };

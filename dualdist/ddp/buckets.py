@@ -54,7 +54,7 @@ class Bucket:
         self._dense = dense  # members that all ranks know to have been dense
         self._channel = channel
         self._wire_dtype = wire_dtype(plan.dtype, config)
-        # The flags become a mean, too: one that is set stays so.
+        # The flags become a mean, too: one that is set stays so, and those that equally many ranks set are equal.
         self._is_mean_fused = (
             config.op == "mean"
             and config.compressor is None
@@ -133,20 +133,16 @@ class Bucket:
 
     def any_rank_set(self, flag: int) -> bool:
         """Return True if any rank launched the bucket with this flag; after wait()."""
-        return self._count(flag) != 0
+        assert self._result is not None, "call wait() first"
+        return bool(self._result.view(-1)[flag].item())
 
     def is_nested_elsewhere(self) -> bool:
         """Return True if some ranks launched the bucket from a backward inside of another, and others did not."""
-        if self.any_rank_set(HAS_JOINED):
-            return False
-        return (
-            self.any_rank_set(IS_NESTED) if not self._is_nested else self._count(IS_NESTED) < self._count(CONTRIBUTES)
-        )
-
-    def _count(self, flag: int) -> float:
-        """Return the number of ranks that set a flag, or their part of all; after wait()."""
+        if not self._is_nested:
+            return self.any_rank_set(IS_NESTED) and not self.any_rank_set(HAS_JOINED)
         assert self._result is not None, "call wait() first"
-        return float(self._result.view(-1)[flag].item().real)
+        nested, all_ranks, *_ = self._result.view(-1)[IS_NESTED:].tolist()
+        return bool(nested != all_ranks) and not self.any_rank_set(HAS_JOINED)
 
     @torch.no_grad()
     def assign_special_grads(self, params: Sequence[torch.Tensor], *, as_views: bool) -> list[tuple[int, bool]]:
@@ -171,7 +167,7 @@ class Bucket:
         """Return True if every member has a dense gradient on some rank, and a sparse one on none; after unpack()."""
         if not self._sent_all_dense or self.plan.unbucketed:
             return False
-        if self._all_stay_dense() or (self.reads_flags_late and self.config.sparse_as_dense):
+        if self.reads_flags_late and (self._all_stay_dense() or self.config.sparse_as_dense):
             return True
         count = len(self.plan.shapes)
         if self.tail[count : 2 * count].any():
@@ -257,26 +253,17 @@ class Bucket:
         is_elsewhere = result.data_ptr() != self.values.data_ptr()
         if self.config.compressor is not None and not isinstance(self.config.compressor, CastCompression):
             self._decompress(result, self.config.compressor)
-            self._multiply(self.gradients)
         elif is_elsewhere and result.dtype == self.values.dtype and self.config.op == "mean":
             count = self.gradients.numel()
             divide(result[:count], self._channel.size, self.gradients)  # and copy, in one pass
             self.tail.copy_(result[count:])
-            self._multiply(self.gradients)
         else:
             if is_elsewhere:
                 self.values.copy_(result)
-            self._finalize(self.gradients)
-
-    def _finalize(self, sums: torch.Tensor) -> None:
-        """Divide sums for a mean, and undo the predivision, in place."""
-        if self.config.op == "mean" and not self._is_mean_fused:
-            divide_(sums, self._channel.size)
-        self._multiply(sums)
-
-    def _multiply(self, sums: torch.Tensor) -> None:
+            if self.config.op == "mean" and not self._is_mean_fused:
+                divide_(self.gradients, self._channel.size)
         if self.config.gradient_predivide_factor != 1.0:
-            sums.mul_(self.config.gradient_predivide_factor)
+            self.gradients.mul_(self.config.gradient_predivide_factor)
 
     def _decompress(self, result: torch.Tensor, compressor: GradientCompressor) -> None:
         sums, tail = result.tensor_split([result.numel() - self.tail.numel()])

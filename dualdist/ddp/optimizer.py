@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from dualdist.utils.suggest import type_name
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
+GROUP_PARAMS = operator.itemgetter("params")
 WRAPPER = "_dualdist_wrapper"  # the attribute of a wrapped optimizer
 
 
@@ -348,7 +350,7 @@ def names_by_id(
 
 def optimizer_params(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Return the optimizer's parameters; [] if it was deleted."""
-    return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+    return [] if optimizer is None else [*itertools.chain.from_iterable(map(GROUP_PARAMS, optimizer.param_groups))]
 
 
 def named_optimizer_params(

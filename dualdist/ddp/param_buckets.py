@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dualdist.ddp.buckets import Bucket
     from dualdist.ddp.packer import GradientPacker
 
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -106,7 +107,7 @@ class ParamBuckets:
         """
         self._require_open()
         params = list(self._parameters())
-        requires_grad = [param.requires_grad for param in params]
+        requires_grad = list(map(REQUIRES_GRAD, params))
         if requires_grad == self._known_requires_grad and all(map(operator.is_, self._known_params, params)):
             return
         self._known_params, self._known_requires_grad = params, requires_grad

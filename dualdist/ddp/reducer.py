@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,7 +158,7 @@ class Reducer(ParamBuckets):
             self._packer.packs = self._num_backwards + 1 >= self.accumulate
             self._packer.launches_early = has_one_plan
             self._packer.open(backward)
-            Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
+            Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
 
     def on_bucket_ready(self) -> None:
         """Launch the buckets that are full, up to the first that is not; the packer calls this when one is."""
@@ -264,11 +265,12 @@ class Reducer(ParamBuckets):
         ready = self._packer.order()
         self._require_hooks(ready)
         self._launch_rest_and_wait()
-        while self._was_discarded():
+        reads_flags = bool(self._buckets) and not self._buckets[-1].reads_flags_late
+        while reads_flags and self._buckets[-1].any_rank_set(DISCARDS):
             self._require_gradients_outside()
             self._reset()
             self._launch_rest_and_wait()
-        if self._buckets and not self._buckets[-1].reads_flags_late and self._buckets[-1].is_nested_elsewhere():
+        if reads_flags and self._buckets[-1].is_nested_elsewhere():
             raise CollectiveError(
                 "some ranks reduce the gradients of a backward inside of another, as of "
                 "torch.utils.checkpoint(use_reentrant=True), and others do not: use it on every rank equally often, or "
@@ -283,18 +285,13 @@ class Reducer(ParamBuckets):
         if self._config.op == "sum":
             self._last_sums = [weakref.ref(param.grad) for param in self.params if param.grad is not None]
 
-    def _was_discarded(self) -> bool:
-        """Return True if another rank had to discard this reduction."""
-        return (
-            bool(self._buckets) and not self._buckets[-1].reads_flags_late and self._buckets[-1].any_rank_set(DISCARDS)
-        )
-
     def _launch_rest_and_wait(self, flag: int = CONTRIBUTES) -> None:
         while self._next_bucket < len(self._buckets):
             self._launch_next(flag)
         began = time.monotonic()
         for bucket in self._buckets:
             bucket.wait()
+            bucket.unpack()  # while the next ones are under way
         if self.group.wait_times is not None and self._buckets:
             self.group.wait_times.record_gradient_reduction(began)
 
@@ -345,8 +342,6 @@ class Reducer(ParamBuckets):
     def _assign_grads(self) -> None:
         """Make the reduced values the parameters' gradients."""
         as_views = self._assigns_views
-        for bucket in self._buckets:
-            bucket.unpack()
         report = None if self._config.check_every is None else NonFiniteReport()
         if report is not None:
             owned = self.params

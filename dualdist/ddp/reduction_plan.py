@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,8 @@ from dualdist.ddp.buckets import Bucket
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend, Work
     from dualdist.collectives.group import Group
+
+IS_RETIRED = operator.attrgetter("is_retired")
 
 
 @dataclass
@@ -46,7 +50,7 @@ class ReductionPlan:
 
 def active_plans(group: Group) -> list[ReductionPlan]:
     """Return the plans that are not retired, the same on every rank."""
-    return [plan for plan in group.reducers if not plan.is_retired]
+    return [*filterfalse(IS_RETIRED, group.reducers)]
 
 
 def retire_unused(group: Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, LazyDescription, ReduceOp, Work
@@ -25,11 +26,11 @@ class Monitor:
         # Called with "begun" or "done", and the kind, name and bytes of an operation of a MonitoredBackend.
         self.observer: Callable[[str, str, str, int], None] | None = None
 
-    def begun(self, kind: str, name: str, tensor: torch.Tensor) -> Callable[[], None]:
-        """Notify the observer that an operation began; return a function that notifies it, once, of its end."""
+    def begun(self, kind: str, name: str, tensor: torch.Tensor) -> Callable[[], None] | None:
+        """Notify the observer, if any, that an operation began; return what notifies it, once, of its end."""
         observer = self.observer
         if observer is None:
-            return lambda: None
+            return None
         nbytes = tensor.nbytes
         observer("begun", kind, name, nbytes)
         pending = [observer]
@@ -81,7 +82,7 @@ def require_responsive(monitor: Monitor) -> None:
 class MonitoredWork:
     """Work whose errors name its operation; calls `ended` when it is first found to be done."""
 
-    def __init__(self, work: Work, what: object, monitor: Monitor, ended: Callable[[], None]) -> None:
+    def __init__(self, work: Work, what: object, monitor: Monitor, ended: Callable[[], None] | None) -> None:
         self._work = work
         self._what = what
         self._monitor = monitor
@@ -93,7 +94,7 @@ class MonitoredWork:
         except CollectiveError:
             with self._monitor.operation(self._what):
                 raise
-        if is_done:
+        if is_done and self._ended is not None:
             self._ended()
         return is_done
 
@@ -106,7 +107,8 @@ class MonitoredWork:
             with self._monitor.operation(self._what):
                 return self._work.wait()
         finally:
-            self._ended()
+            if self._ended is not None:
+                self._ended()
 
 
 class MonitoredBackend:
@@ -141,16 +143,16 @@ class MonitoredBackend:
     def allreduce_(
         self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
     ) -> MonitoredWork:
-        return self._start("allreduce", name, buffer, lambda: self._backend.allreduce_(buffer, op, name, source))
+        return self._start("allreduce", name, buffer, partial(self._backend.allreduce_, buffer, op, name, source))
 
     def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> MonitoredWork:
-        return self._start("allgather", name, tensor, lambda: self._backend.allgather(tensor, name, output))
+        return self._start("allgather", name, tensor, partial(self._backend.allgather, tensor, name, output))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> MonitoredWork:
-        return self._start("broadcast", name, buffer, lambda: self._backend.broadcast_(buffer, root, name))
+        return self._start("broadcast", name, buffer, partial(self._backend.broadcast_, buffer, root, name))
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> MonitoredWork:
-        return self._start("alltoall", name, tensor, lambda: self._backend.alltoall(tensor, sent, received, name))
+        return self._start("alltoall", name, tensor, partial(self._backend.alltoall, tensor, sent, received, name))
 
     def duplicate(self, key: str) -> Backend:
         return MonitoredBackend(self._backend.duplicate(key), self._monitor)
@@ -171,5 +173,6 @@ class MonitoredBackend:
             with self._monitor.operation(what):
                 return MonitoredWork(start(), what, self._monitor, ended)
         except BaseException:
-            ended()
+            if ended is not None:
+                ended()
             raise

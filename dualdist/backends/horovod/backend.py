@@ -50,6 +50,7 @@ SETS_PATCHED = "process_set.cc"  # a patch that install-horovod records
 # Horovod reduces no integers below 32 bits and no bfloat16.
 REDUCE_DTYPES = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
 POLL_S = 0.0001  # between polls of a handle; Horovod's own wait polls once a millisecond
+SHUT_DOWN = "Horovod was shut down before all ranks were ready"  # which drops all handles
 CALL_S = 1.0  # timeout of a connection to this process's own server
 
 
@@ -139,27 +140,27 @@ class HorovodWork:
         self._result: torch.Tensor | None = None
 
     def done(self) -> bool:
-        return self._result is not None or self._is_finished()
+        try:
+            return self._result is not None or bool(self._hvd.poll(self._handle))
+        except ValueError as error:
+            raise CollectiveError(SHUT_DOWN) from error
 
     def wait(self) -> torch.Tensor:
         if self._result is None:
-            deadline = Deadline(self._timeout_s)
-            while not self._is_finished():
-                if deadline.passed():
-                    raise timeout_error(self._timeout_s)
-                time.sleep(POLL_S)
+            end = time.monotonic() + self._timeout_s
+            try:
+                while not self._hvd.poll(self._handle):
+                    if time.monotonic() >= end:
+                        raise timeout_error(self._timeout_s)
+                    time.sleep(POLL_S)
+            except ValueError as error:
+                raise CollectiveError(SHUT_DOWN) from error
             try:
                 result = self._hvd.synchronize(self._handle)
             except RuntimeError as error:
                 raise translate_error(error, self._timeout_s) from error
             self._result = result[0] if isinstance(result, tuple) else result  # of an alltoall with splits
         return self._result
-
-    def _is_finished(self) -> bool:
-        try:
-            return bool(self._hvd.poll(self._handle))
-        except ValueError as error:  # a shutdown drops all handles
-            raise CollectiveError("Horovod was shut down before all ranks were ready") from error
 
 
 class ProcessSets:

@@ -33,45 +33,50 @@ class HostWork:
     def __init__(
         self,
         collectives: HostCollectives,
-        begin: Callable[[], torch.Tensor],
-        finish: Callable[[torch.Tensor], None] = lambda result: None,
+        result: torch.Tensor,
+        begin: Callable[[], None],
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._collectives = collectives
         self._number = collectives.host.channel.announce()
-        self._begin = begin  # in the channel; returns where the result will be
+        self._result = result
+        self._begin = begin  # in the channel
         self._finish = finish  # after the channel has
-        self._begun: torch.Tensor | None = None
-        self._result: torch.Tensor | None = None
+        self._has_begun = self._has_ended = False
         collectives.queue.append(self)
 
     def done(self) -> bool:
         # Whether other hosts have begun it is unknown here.
         is_known, channel = self._collectives.is_only_host, self._collectives.host.channel
-        return self._result is not None or (is_known and channel.have_all_announced(self._number))
+        return self._has_ended or (is_known and channel.have_all_announced(self._number))
 
     def wait(self) -> torch.Tensor:
         queue = self._collectives.queue
-        while self._result is None:
+        while not self._has_ended:
             queue[0].run()
             queue.popleft()
         return self._result
 
     def run(self) -> None:
-        found = self._begin() if self._begun is None else self._begun
-        self._begun = found
+        if not self._has_begun:
+            self._begin()
+            self._has_begun = True
         self._collectives.host.finish()
-        self._finish(found)
-        self._result = found
+        if self._finish is not None:
+            self._finish()
+        self._has_ended = True
 
     def try_wait(self, seconds: float) -> bool:
         """Return True if this is done within `seconds`; False at once if others are before it, or between hosts."""
         collectives = self._collectives
-        if self._result is None and collectives.is_only_host and collectives.queue[0] is self:
-            self._begun = self._begin() if self._begun is None else self._begun
+        if not self._has_ended and collectives.is_only_host and collectives.queue[0] is self:
+            if not self._has_begun:
+                self._begin()
+                self._has_begun = True
             if collectives.host.channel.advance(seconds):
-                self._result = self._begun
+                self._has_ended = True
                 collectives.queue.popleft()
-        return self._result is not None
+        return self._has_ended
 
 
 class HostCollectives:
@@ -102,16 +107,12 @@ class HostCollectives:
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None) -> HostWork:
         """See Backend.allreduce_; takes means on a single host only."""
         given = buffer if source is None else source
-
-        def begin() -> torch.Tensor:
-            self.host.channel.begin_allreduce(given, buffer, OPS.index(op))
-            return buffer
-
-        return HostWork(self, begin, partial(self._reduce_between_hosts, op, name))
+        begin = partial(self.host.channel.begin_allreduce, given, buffer, OPS.index(op))
+        return HostWork(
+            self, buffer, begin, None if self.is_only_host else partial(self._reduce_between_hosts, op, name, buffer)
+        )
 
     def _reduce_between_hosts(self, op: ReduceOp, name: str, buffer: torch.Tensor) -> None:
-        if self.is_only_host:
-            return
         if self.leaders is not None:
             self.leaders.allreduce_(buffer, op, name).wait()
         self.host.channel.begin_broadcast(buffer, 0)
@@ -119,22 +120,12 @@ class HostCollectives:
 
     def allgather(self, tensor: torch.Tensor, output: torch.Tensor | None) -> HostWork:
         """See Backend.allgather; on a single host."""
-
-        def begin() -> torch.Tensor:
-            target = gathered(tensor, self.host.size, output)
-            self.host.channel.begin_allgather(tensor, target)
-            return target
-
-        return HostWork(self, begin)
+        target = gathered(tensor, self.host.size, output)
+        return HostWork(self, target, partial(self.host.channel.begin_allgather, tensor, target))
 
     def broadcast_(self, buffer: torch.Tensor, root: int) -> HostWork:
         """See Backend.broadcast_; on a single host."""
-
-        def begin() -> torch.Tensor:
-            self.host.channel.begin_broadcast(buffer, root)
-            return buffer
-
-        return HostWork(self, begin)
+        return HostWork(self, buffer, partial(self.host.channel.begin_broadcast, buffer, root))
 
     def close(self) -> None:
         self.host.close()
