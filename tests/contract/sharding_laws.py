@@ -137,6 +137,7 @@ for name in MAKERS:
 
 @law
 def each_rank_holds_its_part_of_the_state() -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(16)))
     for make in (MAKERS["Adam"], MAKERS["Adagrad"]):
         whole = make(copy.deepcopy(model).parameters())
