@@ -44,8 +44,8 @@ MIXING = frozenset({"LBFGS", "SAM", "Lamb", "FusedLAMB", "Prodigy", "DAdaptAdam"
 REGISTER = "register_step_pre_hook"
 STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
-# Optimizers that treat each element separately: Note [cut parameters]; a test compares the bits of each. Derived classes
-# may do something else in their steps.
+# Optimizers that treat each element separately: Note [cut parameters]; tests/unit/test_sharding.py compares the bits.
+# Classes derived from them may do something else in their steps.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
