@@ -75,7 +75,7 @@ def wrap_optimizer(
     reference = weakref.ref(optimizer)  # Note [ownership]
     reducer = Reducer(
         group,
-        lambda: optimizer_params(_after_step(reference())),
+        lambda: optimizer_params(reference()),
         lambda: named_optimizer_params(reference(), names),
         config,
         accumulate,
@@ -182,14 +182,12 @@ def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Opti
 
     @functools.wraps(optimizer.add_param_group)
     def add_and_reduce(param_group: dict[str, Any]) -> None:
-        _after_step(reference())
         add_param_group()(param_group)
         reducer.update()
 
     @functools.wraps(optimizer.zero_grad)
     def zero_and_reset(*args: Any, **kwargs: Any) -> None:
         reducer.prepare_zero_grad()
-        _after_step(reference())
         zero_grad()(*args, **kwargs)
         reducer.reset_step()  # also after a skipped step, as by GradScaler after an overflow
 
@@ -344,14 +342,6 @@ def names_by_id(
             "pass model.named_parameters() of the whole model, or leave it out"
         )
     return by_id
-
-
-def _after_step(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer, with what a step that raised has hidden in it."""
-    wrapper = None if optimizer is None else get_wrapper(optimizer)
-    if optimizer is not None and wrapper is not None and wrapper.sharding is not None:
-        wrapper.sharding.end_step(optimizer)
-    return optimizer
 
 
 def optimizer_params(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

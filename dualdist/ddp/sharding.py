@@ -13,12 +13,13 @@ optimizer's groups and in its state; the model keeps the parameter. So the state
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 # Optimizers, by the names of their classes, whose step for one parameter depends on the others.
 MIXING = frozenset({"LBFGS", "SAM", "Lamb", "FusedLAMB", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"})
-REGISTER = "register_step_pre_hook"
+REGISTER, STEP = "register_step_pre_hook", "step"
 STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 # Optimizers that treat each element separately: Note [cut parameters]; tests/unit/test_sharding.py compares the bits.
@@ -108,7 +109,6 @@ class StateSharding:
         hide = optimizer.register_step_pre_hook(self._before_step)
         handles = [
             hide,
-            optimizer.register_state_dict_pre_hook(self.end_step),
             optimizer.register_state_dict_post_hook(self._gather_state, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._select_state),
         ]
@@ -124,12 +124,36 @@ class StateSharding:
 
         setattr(optimizer, REGISTER, register_before_ours)  # on this object, not on its class
 
+        own_step = self._wrap_step(optimizer)
+
         def detach() -> None:
             delattr(reference(), REGISTER)
+            if vars(reference())[STEP] is own_step:  # else it is in another that wraps it, and has no effect
+                delattr(reference(), STEP)
             for handle in handles:
                 handle.remove()
 
         return detach
+
+    def _wrap_step(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """Let step() also end where it raises, for which torch has no hook."""
+        reference, function = weakref.ref(optimizer), cast(Any, optimizer.step)  # Note [ownership]
+        is_method = getattr(function, "__self__", None) is optimizer
+        if is_method:
+            function = function.__func__
+
+        @functools.wraps(function)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            found: Any = reference()
+            try:
+                return function(*[found][:is_method], *args, **kwargs)
+            finally:
+                self.end_step(found)
+
+        # Schedulers wrap the function of a method.
+        vars(step)["__func__"] = lambda _, *args, **kwargs: step(*args, **kwargs)
+        setattr(optimizer, STEP, step)  # on this object, not on its class
+        return step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is None:  # else the gradients come with the closure, which hides them
@@ -204,7 +228,7 @@ class StateSharding:
             elif param.grad.is_sparse:
                 raise UsageError(
                     f"shard=True has cut a parameter of shape {tuple(param.shape)}, as it is too large for one rank, "
-                    "and its gradient is sparse: pass sparse_as_dense=True to dd.wrap_optimizer, or leave shard out"
+                    "and its gradient is sparse: pass sparse=False to its nn.Embedding, or leave shard out"
                 )
         if None in self._owners.values():
             self._replace_by_parts(optimizer)
@@ -225,7 +249,7 @@ class StateSharding:
                 group["params"][index] = parts[param]
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo begin_step(), also after a step that raised."""
+        """Undo begin_step()."""
         for param, grad in self._hidden:
             if param.grad is None:
                 param.grad = grad
@@ -303,7 +327,6 @@ class StateSharding:
 
     def _select_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Leave what this rank owns in a state_dict that is about to be loaded; all of it if the session has ended."""
-        self.end_step(optimizer)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         if len(numbers) != len(_params(optimizer)):
             return None  # the optimizer will refuse it

@@ -421,16 +421,11 @@ def what_cannot_be_sharded_is_refused_by_name() -> None:
     if dd.size() == 1:
         return
     raises(MismatchError, lambda: dd.wrap_optimizer(plain, shard=dd.rank() == 0), "shard=True", "shard=False")
-    for as_dense in (False, True):
-        table = nn.Embedding(64 * dd.size(), 1, sparse=True)
-        nn.init.ones_(table.weight)
-        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-        dd.wrap_optimizer(optimizer, shard=True, sparse_as_dense=as_dense)
-        table(torch.tensor([1])).sum().backward()
-        if as_dense:
-            optimizer.step()
-        else:
-            raises(UsageError, optimizer.step, "shard=True", "sparse_as_dense=True")
+    table = nn.Embedding(64 * dd.size(), 1, sparse=True)
+    nn.init.ones_(table.weight)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(table.parameters(), lr=0.1), shard=True)
+    table(torch.tensor([1])).sum().backward()
+    raises(UsageError, optimizer.step, "shard=True", "is sparse")
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), shard=True)
     raises(UsageError, lambda: dd.broadcast_optimizer_state(optimizer), "shard=True", "load a checkpoint")
     call = optimizer.state_dict if dd.rank() == 0 else lambda: dd.allreduce(torch.ones(1), name="other")
