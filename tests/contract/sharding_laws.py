@@ -71,7 +71,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, accu
         optimizer.zero_grad()
         for part in range(accumulate):
             (loss_of(model, dd.rank(), step * accumulate + part) / accumulate).backward()
-        nn.utils.clip_grad_norm_(reduced(optimizer), 0.5)
+        dd.clip_grad_norm_(reduced(optimizer), 0.5)
         optimizer.step()
         scheduler.step()
 
