@@ -248,6 +248,5 @@ def _open_torch_group(
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield
-        dist.barrier()  # a rank may be in the last broadcast of ZeroRedundancyOptimizer, which would wait for ever
     finally:
         dist.destroy_process_group()
