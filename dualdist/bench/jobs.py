@@ -60,7 +60,7 @@ MODELS = {
     ),
 }
 DEFAULT_MODELS = ("resnet18", "mlp", "transformer")  # of `dualdist bench step`
-DUALDIST, DUALDIST_SHARD = "dualdist", "dualdist_shard"
+DUALDIST, SHARDED_DUALDIST = "dualdist", "dualdist_shard"
 # In the order of the first round.
 METHODS = {
     "none": "no communication",
@@ -69,7 +69,7 @@ METHODS = {
     "ddp_best": "DDP, bucket views, buffers not broadcast",
     "ddp_dualdist": 'DDP over the process group "dualdist"',
     DUALDIST: DUALDIST,
-    DUALDIST_SHARD: "dualdist, shard=True",
+    SHARDED_DUALDIST: "dualdist, shard=True",
     "zero": "DDP, ZeroRedundancyOptimizer",
     "fsdp2": "FSDP2",
     "hvd": "raw Horovod",

@@ -20,7 +20,7 @@ from dualdist import session
 from dualdist.backends import registry
 from dualdist.bench.jobs import (
     DUALDIST,
-    DUALDIST_SHARD,
+    SHARDED_DUALDIST,
     TORCH_METHODS,
     AllreduceOptions,
     StepOptions,
@@ -47,7 +47,7 @@ from dualdist.utils.machine import CpuUse, peak_kib, read_cpu, reset_peak, resid
 MIN_STEPS, MAX_STEPS = 3, 50
 # DDP rebuilds its buckets after the first step, and allocators reach their peak in the second.
 MEMORY_STEPS = 5
-NEEDS_SESSION = (DUALDIST, DUALDIST_SHARD, "hvd")  # raw Horovod needs its engine started, under any launcher
+NEEDS_SESSION = (DUALDIST, SHARDED_DUALDIST, "hvd")  # raw Horovod needs its engine started, under any launcher
 MAX_REPEATS = 1000
 WARMUP_CALLS = 2
 ELEMENT_BYTES = 4  # float32

@@ -17,7 +17,7 @@ from torch import nn
 
 import dualdist as dd
 from dualdist import c10d
-from dualdist.bench.jobs import DUALDIST, DUALDIST_SHARD, OPTIMIZERS, StepOptions, TrainOptions
+from dualdist.bench.jobs import DUALDIST, OPTIMIZERS, SHARDED_DUALDIST, StepOptions, TrainOptions
 
 CLASSES = 10
 MLP_LAYERS, MLP_WIDTH = 100, 64
@@ -151,8 +151,8 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device, optimize
         optimizer: Any = load_torch_sharding()[0](module.parameters(), kind, **options)
     else:
         optimizer = kind(module.parameters(), **options)
-    if method in (DUALDIST, DUALDIST_SHARD):
-        dd.wrap_optimizer(optimizer, module.named_parameters(), shard=method == DUALDIST_SHARD)
+    if method in (DUALDIST, SHARDED_DUALDIST):
+        dd.wrap_optimizer(optimizer, module.named_parameters(), shard=method == SHARDED_DUALDIST)
     elif method == "hvd":
         optimizer = load_horovod().DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
 
