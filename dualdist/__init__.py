@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         broadcast_object,
         broadcast_optimizer_state,
         broadcast_parameters,
+        clip_grad_norm_,
         gather,
         grouped_allgather,
         grouped_allreduce,
@@ -98,8 +99,11 @@ _LAZY = {
         ("launch.spawn", "run spawn"),
         ("logging", "info print progress setup_logging"),
         ("operations", "allgather allgather_object allreduce allreduce_ alltoall barrier broadcast broadcast_"),
-        ("operations", "broadcast_object broadcast_optimizer_state broadcast_parameters gather grouped_allgather"),
-        ("operations", "grouped_allreduce grouped_allreduce_ grouped_reducescatter join reducescatter scatter"),
+        ("operations", "broadcast_object broadcast_optimizer_state broadcast_parameters clip_grad_norm_ gather"),
+        (
+            "operations",
+            "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter join reducescatter scatter",
+        ),
     )
     for name in names.split()
 }
@@ -142,6 +146,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "check_consistency",
+    "clip_grad_norm_",
     "device",
     "elastic",
     "gather",

@@ -616,3 +616,32 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
     """
     require_whole_state(optimizer, "broadcast before dd.wrap_optimizer, or load a checkpoint")
     broadcast_state.broadcast_optimizer_state(group_or_world(group), optimizer, root)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their norm, over all parameters, is at most `max_norm`.
+
+    This is torch.nn.utils.clip_grad_norm_, which is right between backward() and step(), also with shard=True: every
+    rank has all reduced gradients then, and finds the same norm without communication.
+
+    Args:
+        parameters: parameters whose gradients were reduced.
+        max_norm: the largest norm to allow.
+        norm_type: the p of the p-norm; inf for the largest absolute value.
+        error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite.
+        foreach: torch's argument of this name.
+
+    Returns:
+        The norm before the scaling, a tensor without dimensions.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> norm = dd.clip_grad_norm_(model.parameters(), 1.0)
+    """
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -60,7 +60,7 @@ MODELS = {
     ),
 }
 DEFAULT_MODELS = ("resnet18", "mlp", "transformer")  # of `dualdist bench step`
-DUALDIST = "dualdist"
+DUALDIST, SHARDED_DUALDIST = "dualdist", "dualdist_shard"
 # In the order of the first round.
 METHODS = {
     "none": "no communication",
@@ -69,12 +69,17 @@ METHODS = {
     "ddp_best": "DDP, bucket views, buffers not broadcast",
     "ddp_dualdist": 'DDP over the process group "dualdist"',
     DUALDIST: DUALDIST,
+    SHARDED_DUALDIST: "dualdist, shard=True",
+    "zero": "DDP, ZeroRedundancyOptimizer",
+    "fsdp2": "FSDP2",
     "hvd": "raw Horovod",
     "naive": "an allreduce per parameter",
 }
 BASELINES = {name: METHODS[name] for name in ("ddp", "ddp_view", "hvd", "none")} | {"one": "one rank"}
 DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # of `dualdist compare`
-TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "naive")  # reduce gradients by torch's process groups
+# Those that reduce gradients by torch's process groups.
+TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "zero", "fsdp2", "naive")
+OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ class StepOptions:
     device: str = "auto"
     timeout_s: float = 300.0
     seed: int = 0
+    optimizer: str = OPTIMIZERS[0]
 
     @property
     def batch_size(self) -> int:

@@ -19,6 +19,7 @@ from dualdist.bench.jobs import (
     IMAGE_SIZE,
     METHODS,
     MODELS,
+    OPTIMIZERS,
     AllreduceOptions,
     MeasurementSettings,
     PlannedJob,
@@ -75,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = step.add_argument
     add("--model", action="append", metavar="NAME", help=f"of {', '.join(MODELS)}; repeatable (default: the first 3)")
     add("--contenders", metavar="A,B,...", help=f"of {', '.join(METHODS)} (default: depends on the backend)")
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help=f"default: {OPTIMIZERS[0]}, with momentum")
     add("--steps", type=int, default=0, metavar="N", help="steps per sample (default: as many as fill --block-s)")
     add("--warmup", type=int, default=3, metavar="N", help="warm-up rounds of one step (default: 3)")
     add("--batch", type=int, default=0, metavar="N", help="batch size per rank (default: the model's)")
@@ -176,7 +178,8 @@ def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
     for name in names:
         require_choice(name, MODELS, "model")
     check_minimum(args, {"batch": 0, "steps": 0, "warmup": 1, "image_size": 32})
-    shared = {name: getattr(args, name) for name in ("rounds", "steps", "block_s", "warmup", "batch", "image_size")}
+    fields = ("rounds", "steps", "block_s", "warmup", "batch", "image_size", "optimizer")
+    shared = {name: getattr(args, name) for name in fields}
     options = [StepOptions(name, contenders, **shared) for name in names]
     settings = _settings(args)
     configs = _configs(args, settings)

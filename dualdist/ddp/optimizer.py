@@ -190,15 +190,13 @@ def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Opti
     @functools.wraps(optimizer.zero_grad)
     def zero_and_reset(*args: Any, **kwargs: Any) -> None:
         reducer.prepare_zero_grad()
-        if sharding is not None:
-            sharding.show_gradients()  # after a step that raised
         zero_grad()(*args, **kwargs)
         reducer.reset_step()  # also after a skipped step, as by GradScaler after an overflow
 
     for function in (add_and_reduce, zero_and_reset):
         del function.__wrapped__  # the optimizer's method: Note [ownership]
     reference = weakref.ref(optimizer)
-    sharding = StateSharding(reducer) if config.shard else None
+    sharding = StateSharding(reducer, optimizer) if config.shard else None
     attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_reset}
 
     def unwrap() -> None:
@@ -287,14 +285,14 @@ class _ReducedClosure:
 
     def __call__(self) -> Any:
         if self._sharding is not None:
-            self._sharding.show_gradients()
+            self._sharding.end_step(self._optimizer)
         loss = self._closure()
         self._reducer.synchronize()
         for check in itertools.islice(self._checks, 1):
             check()
         self._reducer.reset_step()
         if self._sharding is not None:
-            self._sharding.hide_gradients(self._optimizer)
+            self._sharding.begin_step(self._optimizer)
         with self._reducer.errors():
             return _reduced_loss(self._reducer.group, loss, self._config.op, self._config.reduction)
 

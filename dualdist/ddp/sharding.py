@@ -4,17 +4,22 @@ Note [sharded steps]: whole parameters are assigned to ranks. Gradients are redu
 has all of them until the step, and clipping, loss scaling and checks need no change. For the step a rank hides the
 gradients of the others' parameters, which torch's optimizers skip then; afterwards each rank sends its parameters.
 State is never moved between ranks: a parameter keeps its owner for as long as the group exists.
+
+Note [cut parameters]: a parameter that is too large for one rank is cut, if the optimizer's step on a part has the bits
+of that part of a step on the whole. For the step a flat view of this rank's part takes the parameter's place in the
+optimizer's groups and in its state; the model keeps the parameter. So the state has the part's shape.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -37,8 +42,24 @@ T = TypeVar("T")
 
 # Optimizers, by the names of their classes, whose step for one parameter depends on the others.
 MIXING = frozenset({"LBFGS", "SAM", "Lamb", "FusedLAMB", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"})
-REGISTER = "register_step_pre_hook"
+REGISTER, STEP = "register_step_pre_hook", "step"
 STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+# Optimizers that treat each element separately: Note [cut parameters]; tests/unit/test_sharding.py compares the bits.
+# Classes derived from them may do something else in their steps.
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
+        *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adadelta, torch.optim.ASGD),
+        torch.optim.Rprop,
+    }
+)
+# On CPUs: a kernel rounds 16 bits once in its vectorised loop and several times at its end, which a cut would move.
+EXACT = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+# Elements between which parameters are cut: whole vectors and cache lines, at which torch's fused kernels split, too.
+BLOCK = 16
+# Parameters are cut until no rank has more than this many times its part.
+BALANCED = 1.03
 
 Chunk = tuple[torch.device, list[list[torch.Tensor]]]  # bytes of parameters that each rank sends in one allgather
 # Of a chunk on all ranks: its buffers stay in the processor's cache. And of one rank's part, where there are many.
@@ -57,14 +78,17 @@ def require_shardable(optimizer: torch.optim.Optimizer) -> None:
 class StateSharding:
     """The parameters of one optimizer that each rank owns: Note [sharded steps]. Note [ownership] holds here, too."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
         self._reducer = reducer
-        self._owners: dict[torch.Tensor, int] = {}  # all ranks have the state of parameters that are missing here
+        self._can_cut = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("differentiable")
+        # None: each rank has a part. All ranks have the state of parameters that are missing here.
+        self._owners: dict[torch.Tensor, int | None] = {}
         self._loads: list[int] = []  # bytes of each rank's parameters
         self._chunks: list[Chunk] = []
         self._pointers: list[int] = []  # where the parameters of the chunks are
         self._owners_digest = ""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters with their gradients
+        self._replaced: list[tuple[list[torch.Tensor], int, torch.Tensor]] = []  # in a group's parameters, at an index
         self._assigned_in: Group | None = None  # the group of the owners
         self._state_in: Group | None = None  # the group whose ranks have the state together; None: this rank has it all
         self._loads_all = False
@@ -100,22 +124,45 @@ class StateSharding:
 
         setattr(optimizer, REGISTER, register_before_ours)  # on this object, not on its class
 
+        own_step = self._wrap_step(optimizer)
+
         def detach() -> None:
             delattr(reference(), REGISTER)
+            if vars(reference())[STEP] is own_step:  # else it is in another that wraps it, and has no effect
+                delattr(reference(), STEP)
             for handle in handles:
                 handle.remove()
 
         return detach
 
+    def _wrap_step(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """Let step() also end where it raises, for which torch has no hook."""
+        reference, function = weakref.ref(optimizer), cast(Any, optimizer.step)  # Note [ownership]
+        is_method = getattr(function, "__self__", None) is optimizer
+        if is_method:
+            function = function.__func__
+
+        @functools.wraps(function)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            found: Any = reference()
+            try:
+                return function(*[found][:is_method], *args, **kwargs)
+            finally:
+                self.end_step(found)
+
+        # Schedulers wrap the function of a method.
+        vars(step)["__func__"] = lambda _, *args, **kwargs: step(*args, **kwargs)
+        setattr(optimizer, STEP, step)  # on this object, not on its class
+        return step
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is None:  # else the gradients come with the closure, which hides them
-            self.hide_gradients(optimizer)
+            self.begin_step(optimizer)
 
     def assign(self) -> None:
         """Assign the parameters that the reducer has registered since the last call; alike on every rank.
 
-        Those of the beginning largest first, and each to the rank with the fewest bytes; later ones as they come, so
-        that it does not matter when a rank calls this.
+        Those of the beginning together; later ones as they come, so that it does not matter when a rank calls this.
         """
         group, is_first = self._reducer.group, self._reducer.group is not self._assigned_in
         if is_first:
@@ -124,15 +171,21 @@ class StateSharding:
         new = [each for each in self._reducer.registered_params() if each not in self._owners and _is_dense(each)]
         if not new and not is_first:
             return
-        for param in sorted(new, key=lambda each: -each.nbytes) if is_first else new:
-            owner = min(range(group.size), key=self._loads.__getitem__)
-            self._owners[param] = owner
-            self._loads[owner] += param.nbytes
+        for params in [new] if is_first else [[each] for each in new]:
+            self._owners |= zip(params, assign_owners(params, self._loads, self._is_cuttable), strict=True)
         self._owners_digest = hashlib.sha256(repr([*self._owners.values()]).encode()).hexdigest()[:16]
         self._pointers = []
 
+    def _is_cuttable(self, param: torch.Tensor) -> bool:
+        return (
+            self._can_cut
+            and param.numel() >= BLOCK * self._reducer.group.size
+            and type(param) in (torch.Tensor, torch.nn.Parameter)
+            and (param.device.type != "cpu" or param.dtype in EXACT)
+        )
+
     def _drop_others_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Delete the state of the parameters that other ranks own."""
+        """Delete the state of what other ranks own."""
         group = self._reducer.group
         if self._state_in not in (None, group):
             raise UsageError(
@@ -140,32 +193,78 @@ class StateSharding:
                 "load_state_dict() with the full state on every rank"
             )
         for param, owner in self._owners.items():
-            if owner != group.rank:
+            if owner is None:
+                self._cut_state(param, optimizer.state.get(param, {}))
+            elif owner != group.rank:
                 optimizer.state.pop(param, None)
         self._state_in = self._whole_group()
 
-    def hide_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the step skip the parameters that other ranks own."""
+    def _cut_state(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Leave this rank's part in the state of a cut parameter, which may be that already."""
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                state[key] = self._part(value, param).clone()
+
+    def _part(self, tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a cut parameter, or of a tensor of its shape, in the order of its memory."""
+        if tensor.stride() != param.stride():
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
+            tensor = empty.copy_(tensor)
+        group = self._reducer.group
+        return tensor.as_strided((tensor.numel(),), (1,))[part_of(tensor.numel(), group.rank, group.size)]
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the step skip what other ranks own."""
+        self.end_step(optimizer)
         self.assign()
         self._drop_others_state(optimizer)
         rank = self._reducer.group.rank
         for param, owner in self._owners.items():
-            if owner != rank and param.grad is not None:
+            if param.grad is None or owner == rank:
+                continue
+            if owner is not None:
                 self._hidden.append((param, param.grad))
                 param.grad = None
+            elif param.grad.is_sparse:
+                raise UsageError(
+                    f"shard=True has cut a parameter of shape {tuple(param.shape)}, as it is too large for one rank, "
+                    "and its gradient is sparse: pass sparse=False to its nn.Embedding, or leave shard out"
+                )
+        if None in self._owners.values():
+            self._replace_by_parts(optimizer)
 
-    def show_gradients(self) -> None:
-        """Undo hide_gradients(), also after a step that raised."""
+    def _replace_by_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put this rank's parts in the place of the parameters that are cut."""
+        parts: dict[torch.Tensor, torch.Tensor] = {}  # one of a parameter that is there twice
+        for group in optimizer.param_groups:
+            for index, param in enumerate(group["params"]):
+                if param.grad is None or self._owners.get(param, 0) is not None:
+                    continue
+                if param not in parts:
+                    part = parts[param] = torch.nn.Parameter(self._part(param.detach(), param))
+                    part.grad = self._part(param.grad, param)
+                    if param in optimizer.state:
+                        optimizer.state[part] = optimizer.state.pop(param)
+                self._replaced.append((group["params"], index, param))
+                group["params"][index] = parts[param]
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo begin_step()."""
         for param, grad in self._hidden:
             if param.grad is None:
                 param.grad = grad
         self._hidden.clear()
+        for params, index, param in self._replaced:
+            part, params[index] = params[index], param
+            if part in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(part)
+        self._replaced.clear()
 
     def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Give every rank the new parameters of all owners, unless this is the base class's step inside of a step."""
         if _count_running_steps(optimizer) > 1:
             return
-        self.show_gradients()
+        self.end_step(optimizer)
         if self._reducer.group.size > 1:
             name = f"{self._reducer.name}.parameters"
             self._run("step of a sharded optimizer", name, lambda backend: self._exchange(backend, name))
@@ -210,16 +309,19 @@ class StateSharding:
         self._drop_others_state(optimizer)
         name, owners = f"{self._reducer.name}.state", self._owners_by_number(optimizer)
         rank = self._reducer.group.rank
-        own = {key: value for key, value in state_dict["state"].items() if owners.get(key, 0) == rank}
+        own = {key: value for key, value in state_dict["state"].items() if owners.get(key, 0) in (rank, None)}
 
-        def perform(backend: Backend) -> dict[Any, Any]:
-            found: dict[Any, Any] = {}
-            for root in range(backend.size):
-                part = broadcast_nested(backend, own, root, self._device, f"{name}.{root}")
-                found |= map_nested(part, torch.Tensor, lambda each: each.to("cpu", copy=True))
-            return found
+        def perform(backend: Backend) -> list[dict[Any, Any]]:
+            received = (
+                broadcast_nested(backend, own, root, self._device, f"{name}.{root}") for root in range(backend.size)
+            )
+            return [map_nested(each, torch.Tensor, lambda value: value.to("cpu", copy=True)) for each in received]
 
-        found = self._run("state_dict of a sharded optimizer", name, perform)
+        states = self._run("state_dict of a sharded optimizer", name, perform)
+        found = {key: value for each in states for key, value in each.items()}
+        for number, param in enumerate(_params(optimizer)):
+            if number in found and owners[number] is None:
+                found[number] = _join([each[number] for each in states], param)
         state = {number: found.pop(number) for number in sorted(number for number in found if number in owners)}
         return {**state_dict, "state": state | found}
 
@@ -232,14 +334,16 @@ class StateSharding:
             self._state_in = None
             return None
         self.assign()
-        rank = self._reducer.group.rank
-        others = {
-            number
-            for number, param in zip(numbers, _params(optimizer), strict=True)
-            if self._owners.get(param, rank) != rank
-        }
+        state, rank = dict(state_dict["state"]), self._reducer.group.rank
+        for number, param in zip(numbers, _params(optimizer), strict=True):
+            owner = self._owners.get(param, rank)
+            if owner is None and number in state:
+                state[number] = dict(state[number])
+                self._cut_state(param, state[number])
+            elif owner != rank:
+                state.pop(number, None)
         self._state_in = self._whole_group()
-        return {**state_dict, "state": {key: value for key, value in state_dict["state"].items() if key not in others}}
+        return {**state_dict, "state": state}
 
     @contextlib.contextmanager
     def loading_all(self) -> Iterator[None]:
@@ -250,7 +354,7 @@ class StateSharding:
         finally:
             self._loads_all = False
 
-    def _owners_by_number(self, optimizer: torch.optim.Optimizer) -> dict[Any, int]:
+    def _owners_by_number(self, optimizer: torch.optim.Optimizer) -> dict[Any, int | None]:
         """Return the owner of each parameter's state by the parameter's number in a state_dict; 0 if all have it."""
         return {number: self._owners.get(param, 0) for number, param in enumerate(_params(optimizer))}
 
@@ -264,23 +368,77 @@ def _is_dense(param: torch.Tensor) -> bool:
     return dense_strides(param) == param.stride()
 
 
-def _plan_chunks(owners: Mapping[torch.Tensor, int], size: int) -> list[Chunk]:
+def part_of(count: int, rank: int, size: int) -> slice:
+    """Return the elements of a cut parameter that a rank has."""
+    blocks = -(-count // BLOCK)
+    return slice(blocks * rank // size * BLOCK, min(count, blocks * (rank + 1) // size * BLOCK))
+
+
+def assign_owners(
+    params: Sequence[torch.Tensor], loads: list[int], is_cuttable: Callable[[torch.Tensor], bool]
+) -> list[int | None]:
+    """Return the rank of each parameter, None where it is cut, and add their bytes to the ranks' loads.
+
+    The largest go first, each to the rank with the fewest bytes. If one rank has too many then, its largest parameter
+    is cut and all are assigned again.
+    """
+    size, before = len(loads), list(loads)
+    largest_first = sorted(range(len(params)), key=lambda number: -params[number].nbytes)
+    owners: list[int | None] = [0] * len(params)
+    while True:
+        loads[:] = before
+        for number in largest_first:
+            param, owner = params[number], min(range(size), key=loads.__getitem__)
+            if owners[number] is not None:
+                owners[number] = owner
+                loads[owner] += param.nbytes
+                continue
+            for rank in range(size):
+                part = part_of(param.numel(), rank, size)
+                loads[rank] += (part.stop - part.start) * param.element_size()
+        heaviest = max(range(size), key=loads.__getitem__)
+        largest = next((number for number in largest_first if owners[number] == heaviest), None)
+        if largest is None or loads[heaviest] * size <= BALANCED * sum(loads) or not is_cuttable(params[largest]):
+            return owners
+        owners[largest] = None
+
+
+def _join(states: Sequence[Mapping[str, Any]], param: torch.Tensor) -> dict[str, Any]:
+    """Return a cut parameter's state on all ranks as that of the whole; what has no dimensions is alike on all."""
+    return {
+        key: torch.cat([state[key] for state in states]).as_strided(param.shape, param.stride())
+        if isinstance(value, torch.Tensor) and value.dim()
+        else value
+        for key, value in states[0].items()
+    }
+
+
+def _plan_chunks(owners: Mapping[torch.Tensor, int | None], size: int) -> list[Chunk]:
     """Cut what each rank sends into the parts of chunks."""
     chunks: list[Chunk] = []
     limit = max(CHUNK_BYTES // size, LEAST_PART_BYTES)
     for device in dict.fromkeys(param.device for param in owners):
         here = [(param, owner) for param, owner in owners.items() if param.device == device]
-        parts = [_cut([param for param, owner in here if owner == rank], limit) for rank in range(size)]
+        parts = [_cut(_own_bytes(here, rank, size), limit) for rank in range(size)]
         chunks += [(device, list(each)) for each in itertools.zip_longest(*parts, fillvalue=[])]
     return chunks
 
 
-def _cut(params: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Cut the parameters' bytes into lists of pieces, each but the last of `limit` bytes."""
+def _own_bytes(owners: Iterable[tuple[torch.Tensor, int | None]], rank: int, size: int) -> Iterator[torch.Tensor]:
+    """Yield the bytes of parameters, or of parts of them, that a rank has."""
+    for param, owner in owners:
+        if owner is None:
+            part, width = part_of(param.numel(), rank, size), param.element_size()
+            yield as_bytes(param.detach())[part.start * width : part.stop * width]
+        elif owner == rank:
+            yield as_bytes(param.detach())
+
+
+def _cut(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """Cut bytes into lists of pieces, each but the last of `limit` bytes."""
     parts: list[list[torch.Tensor]] = []
     room = 0
-    for param in params:
-        rest = as_bytes(param.detach())
+    for rest in tensors:
         while len(rest):
             if room == 0:
                 parts.append([])

@@ -18,10 +18,25 @@ from torch import nn
 import dualdist as dd
 from dualdist import session
 from dualdist.backends import registry
-from dualdist.bench.jobs import DUALDIST, TORCH_METHODS, AllreduceOptions, StepOptions, TrainOptions
+from dualdist.bench.jobs import (
+    DUALDIST,
+    SHARDED_DUALDIST,
+    TORCH_METHODS,
+    AllreduceOptions,
+    StepOptions,
+    TrainOptions,
+)
 from dualdist.bench.ranks import training
 from dualdist.bench.ranks.cold_start import RAW_LIBRARIES, Library
-from dualdist.bench.ranks.training import Trainer, TrainingCase, make_case, make_trainer, step_case, torch_group
+from dualdist.bench.ranks.training import (
+    Trainer,
+    TrainingCase,
+    make_case,
+    make_trainer,
+    step_case,
+    torch_group,
+    whole_parameters,
+)
 from dualdist.bench.statistics import max_foreign_cores
 from dualdist.collectives.consistency import digest
 from dualdist.diagnostics.recording import Recorder, RecordingPlan, describe_run
@@ -32,7 +47,7 @@ from dualdist.utils.machine import CpuUse, peak_kib, read_cpu, reset_peak, resid
 MIN_STEPS, MAX_STEPS = 3, 50
 # DDP rebuilds its buckets after the first step, and allocators reach their peak in the second.
 MEMORY_STEPS = 5
-NEEDS_SESSION = (DUALDIST, "hvd")  # raw Horovod needs its engine started, under any launcher
+NEEDS_SESSION = (DUALDIST, SHARDED_DUALDIST, "hvd")  # raw Horovod needs its engine started, under any launcher
 MAX_REPEATS = 1000
 WARMUP_CALLS = 2
 ELEMENT_BYTES = 4  # float32
@@ -128,7 +143,7 @@ def measure_steps(options: StepOptions) -> dict[str, Any]:
     needs_torch = any(name in TORCH_METHODS for name in options.contenders)
     with torch_group(device, options.timeout_s, is_needed=needs_torch):
         case = step_case(options, device, dd.rank())
-        trainers = [make_trainer(name, case, device) for name in options.contenders]
+        trainers = [make_trainer(name, case, device, options.optimizer) for name in options.contenders]
         calls = [TimedCall(each.method, partial(each.step, case)) for each in trainers]
         sync = _session_sync(device)
         for _ in range(options.warmup):
@@ -155,7 +170,7 @@ def _compare_parameters(trainers: list[Trainer]) -> dict[str, Any]:
 
     All of them took the same number of steps from the same parameters.
     """
-    digests = dd.allgather_object({each.method: digest(each.model.parameters()) for each in trainers})
+    digests = dd.allgather_object({each.method: digest(whole_parameters(each.model)) for each in trainers})
     same = {name: len({found[name] for found in digests}) == 1 for name in digests[0]}
     reduced = [each for each in trainers if each.method != "none"]
     return {
@@ -166,7 +181,7 @@ def _compare_parameters(trainers: list[Trainer]) -> dict[str, Any]:
 
 
 def _max_difference(first: nn.Module, second: nn.Module) -> float:
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    pairs = zip(whole_parameters(first), whole_parameters(second), strict=True)
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
@@ -181,6 +196,7 @@ def measure_memory(backend: str, options: StepOptions, topology: Topology, store
     step_case(options, torch.device("cpu"), topology.rank)  # imports what the model needs
     if registry.uses_library(backend, registry.HOROVOD_LIBRARY) and method in NEEDS_SESSION:
         training.load_horovod()
+    training.load_torch_sharding()  # for all, as it imports much that others import later
     could_reset = reset_peak()
     before = resident_kib()
     device = torch.device("cuda", topology.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
@@ -195,7 +211,7 @@ def measure_memory(backend: str, options: StepOptions, topology: Topology, store
             rank, size = topology.rank, topology.size
             stack.enter_context(training.torch_group_by_file(store, rank, size, device, options.timeout_s))
         case = step_case(options, device, topology.rank)
-        trainer = make_trainer(method, case, device)
+        trainer = make_trainer(method, case, device, options.optimizer)
         for _ in range(MEMORY_STEPS):
             trainer.step(case)
         if cuda:

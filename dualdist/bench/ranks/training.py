@@ -17,16 +17,20 @@ from torch import nn
 
 import dualdist as dd
 from dualdist import c10d
-from dualdist.bench.jobs import DUALDIST, StepOptions, TrainOptions
+from dualdist.bench.jobs import DUALDIST, OPTIMIZERS, SHARDED_DUALDIST, StepOptions, TrainOptions
 
 CLASSES = 10
 MLP_LAYERS, MLP_WIDTH = 100, 64
-LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+OPTIMIZER_CLASSES: dict[str, tuple[Any, dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
+}
 DDP_FLAGS: dict[str, dict[str, bool]] = {
     "ddp": {},
     "ddp_view": {"gradient_as_bucket_view": True},
     "ddp_best": {"gradient_as_bucket_view": True, "broadcast_buffers": False},
     "ddp_dualdist": {},
+    "zero": {},
 }
 
 
@@ -136,13 +140,19 @@ class Trainer:
     step: Callable[[TrainingCase], torch.Tensor]
 
 
-def make_trainer(method: str, case: TrainingCase, device: torch.device) -> Trainer:
+def make_trainer(method: str, case: TrainingCase, device: torch.device, optimizer_name: str = OPTIMIZERS[0]) -> Trainer:
     """Build a trainer; all start with the same parameters and use the same optimizer class."""
     module = case.build()
     model = _ddp(module, device, method) if method in DDP_FLAGS else module
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    if method == DUALDIST:
-        dd.wrap_optimizer(optimizer, module.named_parameters())
+    if method == "fsdp2":
+        _fully_shard(module, device)
+    kind, options = OPTIMIZER_CLASSES[optimizer_name]
+    if method == "zero":
+        optimizer: Any = load_torch_sharding()[0](module.parameters(), kind, **options)
+    else:
+        optimizer = kind(module.parameters(), **options)
+    if method in (DUALDIST, SHARDED_DUALDIST):
+        dd.wrap_optimizer(optimizer, module.named_parameters(), shard=method == SHARDED_DUALDIST)
     elif method == "hvd":
         optimizer = load_horovod().DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
 
@@ -167,6 +177,19 @@ def _ddp(model: nn.Module, device: torch.device, method: str) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, **options)
 
 
+def _fully_shard(model: nn.Module, device: torch.device) -> None:
+    """Shard each layer, and the rest of the model, as FSDP2's tutorial does."""
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    for module in (*layers, model):
+        load_torch_sharding()[1](module, mesh=mesh)
+
+
+def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters, gathered where FSDP2 has them in parts; every rank calls this."""
+    return [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
+
+
 def _average_gradients(model: nn.Module) -> None:
     """Average each gradient with a separate allreduce after backward."""
     size = dist.get_world_size()
@@ -174,6 +197,14 @@ def _average_gradients(model: nn.Module) -> None:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(size)
+
+
+def load_torch_sharding() -> tuple[Any, Any]:
+    """Import ZeroRedundancyOptimizer and fully_shard, which take a second."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer, fully_shard
 
 
 def load_horovod() -> Any:
