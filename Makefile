@@ -40,7 +40,8 @@ CHOOSE := have=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.vers
 	for each in $(TESTED); do \
 		case "$$index," in *" $$each+cpu,"*) cpu=$$each;; *" $$each,"*) any=$$each;; esac; done; echo $${cpu:-$$any}
 
-.PHONY: setup install demo bench launch docs docs-serve docs-pictures test test-all test-gpu docker-test check clean
+.PHONY: setup install demo bench launch docs docs-serve docs-pictures check clean
+.PHONY: test test-all test-newest test-core test-gpu docker-test
 
 setup:
 ifneq ($(origin PYTHON),file)
@@ -110,6 +111,20 @@ test: check
 test-all: test
 	$(PYTEST) -m full
 endif
+
+# `make test-core` with the newest tested torch, in an environment of its own: gigabytes of downloads, and a build of
+# Horovod. Where the index does not have it for this Python, it says so.
+NEWEST := $(lastword $(TESTED))
+test-newest:
+	@if [ -e .venv-torch$(NEWEST)/.ready ] || \
+		$(PYTHON) -m pip --disable-pip-version-check index versions torch 2>/dev/null | grep -qwF $(NEWEST); then \
+		$(MAKE) --no-print-directory test-core TORCH=$(NEWEST); \
+	else echo "torch $(NEWEST) was not tested: the package index does not have it for $$($(PYTHON) -V)"; fi
+
+# What another torch breaks first: set-up has built Horovod and the C++ extension; then unit tests, and the laws in two cells.
+test-core: setup
+	$(BIN)/dualdist info | grep "with the C++ extension"
+	$(PYTEST) -m "not full" tests/unit tests/contract -k "not test_laws or spawn-default-shm-2 or horovodrun-gloo-default-gloo-2"
 
 # On a machine with a GPU and a torch for CUDA; elsewhere its tests are skipped.
 test-gpu: setup

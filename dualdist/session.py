@@ -122,8 +122,8 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
             f"{_process.session.topology.size} already. Call dd.shutdown() first, as to run a notebook's cell again"
         )
-    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise UsageError(f"timeout_s={timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise UsageError(f"timeout_s={timeout_s!r}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
     environ, began = os.environ, time.time()
     for name in _process.exported:
         environ.pop(name, None)

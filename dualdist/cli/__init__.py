@@ -43,7 +43,10 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
         description = summary[0].upper() + summary[1:] + "."
-        subparser = subparsers.add_parser(name, help=summary, description=description, add_help=False)
+        # No abbreviations: an argument of the program, such as --n, could be one of several options.
+        subparser = subparsers.add_parser(
+            name, help=summary, description=description, add_help=False, allow_abbrev=False
+        )
         if name == chosen:
             command = importlib.import_module(module)
             command.configure(subparser)

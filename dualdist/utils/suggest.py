@@ -16,22 +16,33 @@ OUR_NAMES = {
     "DistributedOptimizer": "wrap_optimizer",
     "DistributedSampler": "Sampler",
     "all_gather": "allgather",
+    "all_gather_object": "allgather_object",
     "all_reduce": "allreduce",
     "all_to_all": "alltoall",
+    "allreduce_async": "allreduce with async_op=True",
+    "broadcast_object_list": "broadcast_object",
+    "cross_rank": "node_rank",
+    "cross_size": "num_nodes",
     "destroy_process_group": "shutdown",
+    "get_local_rank": "local_rank",
     "get_rank": "rank",
     "get_world_size": "size",
     "init_process_group": "init",
+    "no_sync": "wrap_optimizer with accumulate=",
     "reduce_scatter": "reducescatter",
     "world_size": "size",
 }
 # Arguments of Horovod's and torch.distributed's functions, and what stands for them here.
 OUR_ARGUMENTS = {
     "average": 'op="mean" or op="sum"',
+    "backward_passes_per_step": "accumulate=",
     "dst": "root=",
+    "np": "nprocs=",
+    "nprocs": "np=",
     "postscale_factor": "postscale=",
     "prescale_factor": "prescale=",
     "process_set": "group=",
+    "reduce_op": "op=",
     "root_rank": "root=",
     "src": "root=",
     "timeout": "timeout_s=",
@@ -42,6 +53,7 @@ SYNONYMS = {
     **dict.fromkeys(("mpi", "mpiexec", "openmpi", "mpich"), "mpirun"),
     **{"slurm": "srun", "horovod": "horovodrun", "torch": "torchrun", "ddp": "native"},
     **dict.fromkeys(("nccl", "gloo", "shm"), "native"),
+    **{"avg": "mean", "average": "mean", "add": "sum", "prod": "product", "maximum": "max", "minimum": "min"},
 }
 
 
@@ -55,10 +67,11 @@ def require_choice(word: str, known: Iterable[str], what: str, where: str = "") 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the closest known word, or ""."""
-    words = list(known)
-    synonym = SYNONYMS.get(word) if isinstance(word, str) else None
-    close = difflib.get_close_matches(word, words, 1) if isinstance(word, str) else []
-    found = [synonym] if synonym in words else close
+    words, asked = {each.lower(): each for each in known}, str(word).lower()
+    longer = [each for each in words if each.startswith(asked)]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(asked, words, 1)
+    synonym = SYNONYMS.get(asked)
+    found = [synonym] if synonym in words else [words[each] for each in near]
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

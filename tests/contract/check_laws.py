@@ -231,6 +231,11 @@ def what_another_reduces_or_was_converted_is_refused_in_a_sentence() -> None:
     if torch.distributed.is_initialized():
         ddp = nn.parallel.DistributedDataParallel(net())
         raises(UsageError, lambda: dd.wrap_optimizer(torch.optim.SGD(ddp.parameters(), lr=0.1)), "DistributedDataP")
+        late = net()
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(late.parameters(), lr=0.1))
+        ddp = nn.parallel.DistributedDataParallel(late)
+        loss_of(ddp, dd.rank()).backward()
+        raises(UsageError, optimizer.step, "DistributedDataParallel reduces")
 
 
 @law

@@ -132,15 +132,22 @@ def test_dry_run_prints_the_command_on_stdout_and_verbose_the_choice_on_stderr(d
     assert code == 0
     variables, backend, torchrun, *rest = shlex.split(out)
     assert (variables, backend, os.path.basename(torchrun)) == ("env", "DUALDIST_BACKEND=native", "torchrun")
-    assert rest[-9:] == ["--nproc-per-node=2", "-m", "dualdist.launch.rank", *FACE, "train.py", "-np", "7", "--dry-run"]
+    program = ["dualdist.launch.rank", *FACE, "train.py", "-np", "7", "--dry-run"]
+    assert rest[-10:] == ["--nproc-per-node=2", "-m", "--", *program]
     assert err == (
         "dualdist run: torchrun starts 2 rank(s), as no --launcher was given and this is no Slurm allocation "
         "(SLURM_JOB_ID is not set)\n"
     )
     assert dualdist_run(*words[1:]) == (0, out, "")
-    _, out, err = dualdist_run("--dry-run", "train.py", "-np", "2")
-    assert err == "dualdist run: -np goes to train.py: options of dualdist run stand before it\n"
-    assert "--nproc-per-node=1" in out
+    for late in ("-np", "--np", "--nproc-per-node", "--nproc-per-node=3"):
+        _, out, err = dualdist_run("--dry-run", "train.py", late, "2")
+        name = late.partition("=")[0]
+        assert err == f"dualdist run: {name} goes to train.py: options of dualdist run stand before it\n"
+        assert "--nproc-per-node=1" in out
+    # Also those that could be an abbreviation of several options, here or of torchrun.
+    code, out, _ = dualdist_run("--dry-run", "train.py", "--n", "3", "--no=4")
+    assert code == 0
+    assert shlex.split(out)[-7:] == ["-m", "--", "dualdist.launch.rank", "train.py", "--n", "3", "--no=4"]
 
 
 @pytest.mark.parametrize(

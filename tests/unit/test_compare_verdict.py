@@ -484,6 +484,10 @@ def test_a_budget_too_small_for_all_measures_the_best_of_each_backend_in_full(
     result = summarize(MIXED, [], done, schedule.ended, left_out=schedule.left_out, enough=schedule.enough)
     assert result.verdict.kind == "faster"
     assert {each.contender.label for each in result.refused} == {each.label for each in left_out}
+    counts = dict(zip((each.label for each in MIXED), launches_of_each, strict=True))
+    for each in result.refused:
+        count = counts[each.contender.label]
+        assert each.reason.startswith(f"left out after {count} launch" if count else "left out, as"), each.reason
     assert all("about --budget 1m is enough" in each.reason for each in result.refused)
 
 

@@ -83,6 +83,8 @@ def test_the_table_of_variables_is_complete(monkeypatch: pytest.MonkeyPatch) -> 
         dd.init()
     dd.shutdown()
     assert found[0].filename == __file__, "the program's line"
+    (far,) = variables.unknown_variables({"DUALDIST_FOO": "1"})
+    assert far == "DUALDIST_FOO is set, but no variable of dualdist"
 
 
 def test_a_variable_orders_reductions_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,10 @@ ON_A_AND_B = "-H a:2,b:2 --mca btl_tcp_if_include eth0"
 ELASTIC = "--max-np 3 --blacklist-cooldown-range 1 60"
 GOLDEN = [
     ("torchrun", JOB, site(), "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 train.py"),
+    ("torchrun", Job(("train.py", "--n", "3"), 2), site(),
+     "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 -- train.py --n 3"),
+    ("torchrun", Job(("-m", "package", "--n", "3"), 2), site(),
+     "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 -m -- package --n 3"),
     ("horovodrun", JOB, site(), "horovodrun --gloo -np 2 python train.py"),
     ("horovodrun-mpi", JOB, site(), "horovodrun --mpi -np 2 python train.py"),
     ("mpirun", JOB, site(), f"mpirun --oversubscribe --bind-to none -np 2 {X} python train.py"),

@@ -1,6 +1,8 @@
 """Description of a machine, its CPU and memory use, and limits of control groups from files of real containers."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,3 +122,23 @@ def test_limits_of_control_groups(
     affinity = len(os.sched_getaffinity(0))
     assert machine_module.usable_cores() == min(affinity, cores or affinity)
     assert machine_module.machine_cores() == min(os.cpu_count() or 1, cores or 10**6)
+
+
+@pytest.mark.parametrize(
+    ("in_metadata", "in_torch"), [("9.8.7", "9.8.7+cu132"), ("9.8.7+cpu", "9.8.7+cpu"), ("9.8.7", None)]
+)
+def test_the_version_of_torch_names_its_build_without_an_import(
+    in_metadata: str, in_torch: str | None, tmp_path: Path, base_env: Mapping[str, str]
+) -> None:
+    """PyPI's wheels name the build in torch.__version__ alone, by which the C++ extension is found."""
+    folder = tmp_path / f"torch-{in_metadata}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {in_metadata}\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise AssertionError('torch was imported')")
+    source = "" if in_torch is None else f"__version__ = '{in_torch}'\ndebug = False\n"
+    (tmp_path / "torch/version.py").write_text(source)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom dualdist.utils import machine\n"
+    code += "print(machine.package_version('torch'))"
+    done = subprocess.run([sys.executable, "-c", code], env=dict(base_env), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (in_torch or in_metadata)

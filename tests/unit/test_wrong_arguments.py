@@ -39,6 +39,12 @@ MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.parametrize("timeout_s", ["30", None, 0, float("nan")])
+def test_a_timeout_is_a_number_of_seconds(timeout_s: Any) -> None:
+    with pytest.raises(UsageError, match="expected seconds"):
+        dd.init(timeout_s=timeout_s)
+
+
 @pytest.fixture(scope="module")
 def session(base_env: dict[str, str]) -> Iterator[None]:
     dd.init()
@@ -62,6 +68,10 @@ def test_an_invalid_argument_raises_usage_error_and_the_session_goes_on(session:
         (lambda: dd.broadcast(ONE, root_rank=0), "^broadcast.*; pass root="),
         (lambda: dd.wrap_optimizer(ONE, bucket_mb=3), "^wrap_optimizer.*; did you mean 'bucket_cap_mb'"),
         (lambda: dd.init(timeout=60), "^init.*; pass timeout_s="),
+        (lambda: dd.wrap_optimizer(ONE, backward_passes_per_step=2), "^wrap_optimizer.*; pass accumulate="),
+        (lambda: dd.allreduce(ONE, reduce_op="sum"), "^allreduce.*; pass op="),
+        (lambda: dd.run(print, nprocs=2), "^run.*; pass np="),
+        (lambda: dd.spawn(print, np=2), "^spawn.*; pass nprocs="),
     ],
 )
 def test_an_unknown_keyword_is_named_with_the_function_and_our_keyword(
@@ -78,6 +88,12 @@ def test_an_unknown_keyword_is_named_with_the_function_and_our_keyword(
 def test_a_name_of_torch_distributed_leads_to_ours() -> None:
     with pytest.raises(AttributeError, match=r"'get_rank'; call dd\.rank$"):
         getattr(dd, "get_rank")  # noqa: B009  (type checkers know that there is none)
+
+
+@pytest.mark.parametrize(("op", "ours"), [("avg", "mean"), ("average", "mean"), ("SUM", "sum"), ("prod", "product")])
+def test_an_operation_of_torch_or_horovod_leads_to_ours(session: None, op: Any, ours: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean '{ours}'"):
+        dd.allreduce(ONE, op)
 
 
 @pytest.mark.parametrize(("model", "kind", "words"), MODELS)

@@ -98,8 +98,11 @@ def summarize(
     failed = {launch.contender: launch for launch in launches if launch.error is not None}
     reasons = ((each, _missing(each.key, found, failed, ended)) for each in contenders if each not in left_out)
     missing = [RefusedContender(each, reason) for each, reason in reasons if reason is not None]
-    too_long = f"left out, as the budget is too small for a verdict on all; about {enough} is enough"
-    missing += [RefusedContender(each, too_long) for each in left_out]
+    too_long = f"as the budget is too small for a verdict on all; about {enough} is enough"
+    for each in left_out:
+        count = len(found.get(each.key, ()))
+        after = f" after {count} launch{'es' * (count > 1)}" if count else ""
+        missing.append(RefusedContender(each, f"left out{after}, {too_long}"))
     measured = [each for each in contenders if each.key in found]
     training = {each.label: found[each.key] for each in measured if each.method not in NOT_AVERAGED}
     equivalence = check_equivalence(training)

@@ -46,6 +46,7 @@ STYLE: Any = {
     "legend.fontsize": 10,
     "lines.markersize": 5,
 }
+BOX = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}  # of text that a line would cross
 # Slower steps are left out and counted: a single outlier would compress the rest.
 SHOWN_QUANTILE = 0.99
 LARGE = 1 << 20  # bytes from which an allreduce is a matter of bandwidth, not of latency
@@ -114,7 +115,8 @@ def _label_rows(axes: Any, contenders: Sequence[ContenderMetrics]) -> list[int]:
     axes.spines["left"].set_visible(False)
     axes.set_ylim(0.55, len(contenders) + 0.75)
     for contender, position in zip(contenders, positions, strict=True):
-        axes.text(0, position + 0.34, contender.label, transform=axes.get_yaxis_transform(), va="bottom", size=10)
+        where: Any = {"transform": axes.get_yaxis_transform(), "va": "bottom"}
+        axes.text(0, position + 0.34, contender.label, size=10, bbox=BOX, **where)
     return positions
 
 
@@ -157,7 +159,7 @@ def _draw_scaling(contenders: Sequence[ContenderMetrics], one_rank: float, colou
             axes.barh(position, rate.value, height=0.4, color=colours[contender.key], alpha=0.75)
             axes.plot([rate.low, rate.high], [position, position], color=INK, linewidth=1.5)
             where, offset = (max(rate.high, rate.value), position), {"xytext": (5, 0), "textcoords": "offset points"}
-            axes.annotate(share, where, va="center", size=10, **offset)
+            axes.annotate(share, where, va="center", size=10, bbox=BOX, **offset)
         for value, text in ((one_rank, "one rank"), (ranks * one_rank, f"{ranks} x one rank")):
             axes.axvline(value, color=INK, linestyle=":", linewidth=1.2, ymax=0.985)
             axes.annotate(text, (value, axes.get_ylim()[1]), ha="center", va="bottom", size=9, annotation_clip=False)

@@ -71,7 +71,8 @@ def find_conflicts(
     spec = registry.find(backend)
     if spec is not None and transport is not None and transport not in spec.transports:
         valid = spec.transports
-        message = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
+        choices = f"{'one of ' * (len(valid) > 1)}{', '.join(valid)}"
+        message = f"expected {choices} for the backend {backend}, not {transport}"
         yield "transport", message + did_you_mean(transport, valid)
     uses_horovod = registry.uses_library(backend, registry.HOROVOD_LIBRARY)
     if horovod_has_mpi is False and uses_horovod and transport == "mpi":

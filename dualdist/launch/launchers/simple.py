@@ -50,10 +50,14 @@ def topology_variables(
 
 def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     """Return one torchrun agent per host."""
-    torchrun, variables = site.path_of(TORCHRUN_PROGRAM), job.variables()
+    torchrun, variables, program = site.path_of(TORCHRUN_PROGRAM), job.variables(), job.program
+    if any(word.startswith("--") for word in program):
+        # Torchrun would refuse what could be an abbreviation of several of its own options, such as the program's --n.
+        first = int(program[0] == "-m")
+        program = (*program[:first], "--", *program[first:])
     if not job.hosts:
         # --standalone takes a free port, so that jobs do not collide; the loopback address needs no name service.
-        argv = (torchrun, "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={job.ranks}", *job.program)
+        argv = (torchrun, "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={job.ranks}", *program)
         return (Command(argv, variables),)
     # Static rendezvous, as its ranks follow the order of the hosts; c10d numbers them by address.
     hosts, rendezvous = job.ranks_by_host(), site.require_rendezvous()
@@ -66,7 +70,7 @@ def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
             f"--master-addr={rendezvous.address}",
             f"--master-port={rendezvous.port}",
         )
-        commands.append(Command((torchrun, *flags, *job.program), variables, None if host.is_local else host.name))
+        commands.append(Command((torchrun, *flags, *program), variables, None if host.is_local else host.name))
     return tuple(commands)
 
 
