@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dualdist.backends.base import Backend, CompletedWork, ConvertedWork, PointToPoint, ReduceOp, Work
 from dualdist.backends.control_plane import as_bytes
@@ -34,6 +35,7 @@ Tensors = list[torch.Tensor]
 Op: Any = dist.ReduceOp.RedOpType
 ProcessGroup: Any = dist.ProcessGroup  # with overloads for one tensor, which torch.distributed itself does not call
 OPS: dict[Any, ReduceOp] = {Op.SUM: "sum", Op.MIN: "min", Op.MAX: "max", Op.PRODUCT: "product"}
+WAIT = "trigger_wait"  # of AsyncCollectiveTensor
 BITWISE = {Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor}
 
 
@@ -103,22 +105,26 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
+        root = self._root(opts)
+
         def begin(name: str) -> Sequence[Work]:
             work = self._allreduce(copied(tensors[0]), opts.reduceOp.op, name)
-            return [stored(work, tensors if self.rank() == opts.rootRank else [])]
+            return [stored(work, tensors if self.rank() == root else [])]
 
         return self._submit("reduce", tensors, opts, begin)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
+        root = self._root(opts)
+
         def begin_one(flat: torch.Tensor, name: str) -> Work:
-            return self._backend.broadcast_(as_bytes(flat), opts.rootRank, name)
+            return self._backend.broadcast_(as_bytes(flat), root, name)
 
         return self._submit("broadcast", tensors, opts, lambda name: in_place(tensors, name, begin_one))
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
         def begin(name: str) -> Sequence[Work]:
             return [
-                stored(self._gather_bytes(tensor, each), into)
+                stored(self._gather_bytes(tensor, each), self._one_each(into, "allgather", tensor))
                 for tensor, into, each in zip(inputs, outputs, numbered(name, inputs), strict=True)
             ]
 
@@ -178,15 +184,17 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         return self._alltoall("alltoall", outputs, inputs, received, sent, opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
-        targets = outputs[0] if self.rank() == opts.rootRank else []
+        root = self._root(opts)
+        targets = self._one_each(outputs[0], "gather", inputs[0]) if self.rank() == root else []
         received = [each.nbytes for each in targets] or [0] * self.size()
-        sent = [inputs[0].nbytes if rank == opts.rootRank else 0 for rank in range(self.size())]
+        sent = [inputs[0].nbytes if rank == root else 0 for rank in range(self.size())]
         return self._alltoall("gather", targets, inputs, received, sent, opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
-        sources = inputs[0] if self.rank() == opts.rootRank else []
+        root = self._root(opts)
+        sources = self._one_each(inputs[0], "scatter", outputs[0]) if self.rank() == root else []
         sent = [each.nbytes for each in sources] or [0] * self.size()
-        received = [outputs[0].nbytes if rank == opts.rootRank else 0 for rank in range(self.size())]
+        received = [outputs[0].nbytes if rank == root else 0 for rank in range(self.size())]
         return self._alltoall("scatter", outputs, sources, received, sent, opts)
 
     def barrier(self, opts: Any = None) -> GroupWork:
@@ -203,9 +211,9 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         self.barrier(options).wait()
 
     def send(self, tensors: Tensors, to: int, tag: int) -> PeerWork:
-        tensor = plain(check(tensors)[0])
+        tensor, what = plain(check(tensors)[0]), f"send to rank {self._job_rank(to)}"
         work = self._peers().send(tensor, to, tag) if tensor.numel() else CompletedWork(tensor)
-        return PeerWork(work, f"send to rank {self._job_rank(to)}", self.members.monitor)
+        return PeerWork(work, what, self.members.monitor)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> PeerWork:
         return self._receive(tensors, source, tag, f"receive from rank {self._job_rank(source)}")
@@ -249,6 +257,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         inputs: Tensors = (),  # type: ignore[assignment]
     ) -> GroupWork:
         check([*result, *inputs])
+        self._progress.end_callbacks()
         self._progress.require_usable()
         self._count += 1
         name, own_s = f"c10d.{self._name}.{kind}.{self._count}", opts.timeout.total_seconds()
@@ -345,6 +354,19 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
         return self._submit(kind, outputs, opts, begin, inputs)
 
+    def _root(self, opts: Any) -> int:
+        """Return the index of the rank that an operation starts from or ends at."""
+        self._job_rank(opts.rootRank)
+        root: int = opts.rootRank
+        return root
+
+    def _one_each(self, listed: Tensors, kind: str, like: torch.Tensor) -> Tensors:
+        """Return a list of a tensor for each rank, of as many bytes as `like`."""
+        sizes = [each.nbytes for each in listed]
+        if sizes != [like.nbytes] * self.size():
+            raise UsageError(f"{kind} on {self.size()} ranks of {like.nbytes} bytes each: the list has {sizes} bytes")
+        return listed
+
     def _row_sizes(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
         """Return how many bytes of a tensor are each rank's."""
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -358,7 +380,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, what: str) -> PeerWork:
         (tensor,) = check(tensors)
-        target = tensor.detach()
+        target = own(tensor).detach()
         flat = target.contiguous()
         work = self._peers().receive_(flat, source, tag) if flat.numel() else CompletedWork(flat)
         return PeerWork(work, what, self.members.monitor, None if flat is target else tensor)
@@ -373,6 +395,8 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         return transport
 
     def _job_rank(self, index: int) -> int:
+        if not 0 <= index < self.size():
+            raise UsageError(f"rank {index} of a group of {self.size()}: expected 0 to {self.size() - 1}")
         return self.members.transport.ranks[index]
 
     _allgather_base = all_gather_single
@@ -397,7 +421,7 @@ def stored(work: Work, targets: Sequence[torch.Tensor]) -> Work:
 def store(target: torch.Tensor, data: torch.Tensor) -> None:
     """Copy bytes into a tensor, which may be part of a graph, or made in inference mode."""
     with torch.inference_mode(target.is_inference()):
-        into = target.detach()
+        into = own(target).detach()
         if into.is_contiguous():
             as_bytes(into).copy_(data)
         else:
@@ -414,9 +438,16 @@ def in_place(tensors: Tensors, name: str, begin: Callable[[torch.Tensor, str], W
     return works
 
 
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or, in place of a functional collective's, its result."""
+    return getattr(tensor, WAIT)() if hasattr(tensor, WAIT) else tensor
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor of the same values, without autograd; a copy only where needed."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.layout != torch.strided:
+        raise UnsupportedError("of sparse tensors dualdist has all_reduce() only: pass to_dense()")
+    return own(tensor).detach().resolve_conj().resolve_neg().contiguous()
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -437,8 +468,11 @@ def numbered(name: str, tensors: Sequence[object]) -> list[str]:
 
 
 def check(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the tensors; UnsupportedError unless they are on the CPU."""
+    """Return the tensors; UnsupportedError unless they are on the CPU, each in memory of its own."""
     for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, WAIT):
+            kind = type(tensor).__name__
+            raise UnsupportedError(f"{kind} is made of other tensors: pass those, as to_local() of a DTensor")
         if tensor.device.type != "cpu":
             raise UnsupportedError(
                 f"the backend dualdist moves CPU tensors, not {tensor.device.type}: for GPUs set the group up with "

@@ -4,7 +4,9 @@ Note [who finishes]: a transport begins operations in the order of the calls, an
 one thread at a time: a program that waits does it itself, without a change of threads; a background thread does it for
 operations that their caller does not wait for at once, so that they overlap with what the program computes, and futures
 complete. That thread also runs the callbacks of the futures. What a callback begins is finished at once: the callback
-may wait for it, as torch's hooks for PowerSGD do, and no other thread would finish it.
+may wait for it, as torch's hooks for PowerSGD do, and no other thread would finish it. Before the program begins
+another operation, those whose futures it has asked for are finished, with their callbacks: else what a callback begins
+would come before it on some ranks and after it on others.
 
 Note [no spare core]: where the program's threads use all cores of a rank, a background thread takes its core from them,
 and, as the ranks go through an operation together, from the other ranks' threads. There the thread that begins an
@@ -46,6 +48,7 @@ class Progress:
         self._finisher = 0  # the thread that finishes an operation now
         self._unattended = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
+        self._may_call_back = False
         self.is_open = True
 
     def require_usable(self) -> None:
@@ -89,6 +92,17 @@ class Progress:
             self._thread = threading.Thread(target=self._run, name=f"{OUR_THREADS}c10d", daemon=True)
             self._thread.start()
         self._unattended.release()
+
+    def expect_callbacks(self) -> None:
+        """Note that a future was asked for."""
+        self._may_call_back = True
+
+    def end_callbacks(self) -> None:
+        """Finish what has begun, with its callbacks, before another operation begins."""
+        if self._may_call_back and self._finisher != threading.get_ident():
+            self._may_call_back = False
+            with self.all_finished():
+                pass
 
     def finish(self, work: GroupWork) -> None:
         """Finish the operation, after those before it."""
@@ -217,6 +231,7 @@ class GroupWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self._progress.expect_callbacks()
         with self._resolving:
             if self._future is None:
                 self._source = torch.futures.Future()
