@@ -9,8 +9,7 @@ import torch
 
 from dualdist import session
 from dualdist.ddp.bucket_plan import GradientOp, ReducerConfig
-from dualdist.ddp.compression import CASTS, resolve_compressor
-from dualdist.ddp.compression import GradientCompressor as AnyCompressor
+from dualdist.ddp.compression import CASTS, AnyCompressor, resolve_compressor
 from dualdist.ddp.optimizer import get_wrapper, names_by_id, unwrap_optimizer, wrap_optimizer
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
