@@ -255,7 +255,9 @@ def _print_choice(message: str) -> None:
 def record_steps(optimizer: torch.optim.Optimizer, reduction: str | None = None) -> None:
     """Record the wrapped optimizer's steps for `dualdist compare` and the timeline, if either is active."""
     if _process.recorder is not None:
-        _process.recorder.attach(optimizer, reduction)
+        from dualdist.ddp.optimizer import get_sent_bytes
+
+        _process.recorder.attach(optimizer, reduction, get_sent_bytes)
     if _process.timeline is not None:
         _process.timeline.listener.attach(optimizer)
 

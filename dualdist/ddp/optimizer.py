@@ -163,6 +163,12 @@ def set_reduction_order(optimizer: torch.optim.Optimizer, order: Sequence[int]) 
         wrapper.reducer.set_order(order)
 
 
+def get_sent_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return how many bytes of gradients, without flags, this rank gave to the last reduction of each optimizer."""
+    wrappers = [get_wrapper(optimizer) for optimizer in optimizers]
+    return sum(wrapper.reducer.sent_bytes for wrapper in wrappers if wrapper is not None)
+
+
 def get_residuals(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Return a copy of what this rank has not sent of its gradients, in CPU memory; None without error feedback."""
     wrapper = get_wrapper(optimizer)

@@ -63,6 +63,7 @@ class ContenderMetrics:
     peak_bytes: int | None
     device_peak_bytes: int | None
     tcp_bytes: float | None
+    sent_bytes: float | None
     cpu_s: float | None
 
 
@@ -101,7 +102,7 @@ def summarize(
     too_long = f"left out, as the budget is too small for a verdict on all; about {enough} is enough"
     missing += [RefusedContender(each, too_long) for each in left_out]
     measured = [each for each in contenders if each.key in found]
-    training = {each.label: found[each.key] for each in measured if each.method not in NOT_AVERAGED}
+    training = {each.label: found[each.key] for each in measured if each.trains_alike}
     equivalence = check_equivalence(training)
     if checks:
         last = {launch.contender: launch for launch in launches}

@@ -17,7 +17,8 @@ from torch import nn
 
 import dualdist as dd
 from dualdist import c10d
-from dualdist.bench.jobs import DUALDIST, StepOptions, TrainOptions
+from dualdist.bench.jobs import COMPRESSED, DUALDIST, StepOptions, TrainOptions
+from dualdist.ddp.optimizer import get_sent_bytes
 
 CLASSES = 10
 MLP_LAYERS, MLP_WIDTH = 100, 64
@@ -129,11 +130,15 @@ MAKERS: dict[str, Maker] = {
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model that is trained by a method, and `step`, which trains it on a batch and returns the loss."""
+    """A model that is trained by a method, and `step`, which trains it on a batch and returns the loss.
+
+    `sent_bytes` returns how many bytes of gradients this rank gave to the reduction in the last step.
+    """
 
     method: str
     model: nn.Module
     step: Callable[[TrainingCase], torch.Tensor]
+    sent_bytes: Callable[[], int]
 
 
 def make_trainer(method: str, case: TrainingCase, device: torch.device) -> Trainer:
@@ -141,8 +146,9 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device) -> Train
     module = case.build()
     model = _ddp(module, device, method) if method in DDP_FLAGS else module
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    if method == DUALDIST:
-        dd.wrap_optimizer(optimizer, module.named_parameters())
+    if is_by_dualdist(method):
+        compression = None if method == DUALDIST else method
+        dd.wrap_optimizer(optimizer, module.named_parameters(), compression=compression)
     elif method == "hvd":
         optimizer = load_horovod().DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
 
@@ -155,7 +161,17 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device) -> Train
         optimizer.step()
         return loss.detach()
 
-    return Trainer(method, module, step)
+    def sent_bytes() -> int:
+        if is_by_dualdist(method):
+            return get_sent_bytes([optimizer])
+        return 0 if method == "none" else sum(each.nbytes for each in module.parameters() if each.requires_grad)
+
+    return Trainer(method, module, step, sent_bytes)
+
+
+def is_by_dualdist(method: str) -> bool:
+    """Return True if dualdist reduces the gradients."""
+    return method == DUALDIST or COMPRESSED.fullmatch(method) is not None
 
 
 def _ddp(model: nn.Module, device: torch.device, method: str) -> nn.Module:
