@@ -346,7 +346,7 @@ def wrap_optimizer(
         shard=shard,
     )
     ddp_optimizer.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, config, accumulate)
-    session.record_steps(optimizer, reduction)
+    session.record_steps(optimizer, ddp_optimizer.get_sent_bytes, reduction)
     return optimizer
 
 

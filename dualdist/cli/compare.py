@@ -39,8 +39,7 @@ from dualdist.bench.report import (
     print_report,
 )
 from dualdist.bench.slow_link import LAUNCHER, require_slow_link
-from dualdist.cli.help_formatter import set_completions
-from dualdist.cli.output_file import check_writable, write_json
+from dualdist.cli.help_formatter import check_writable, set_completions, write_json
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.control_channel import CONTROL_VARIABLE
@@ -353,6 +352,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("arguments after -- and --as-horovod are for a --script")
     if args.script is not None and (args.batch or args.self_check is not None):
         raise UsageError("--batch and --self-check are for models: a script chooses its batch and runs unmodified")
+    if args.save_choice and args.slow_link is not None:
+        raise UsageError("--save-choice with --slow-link: what is fastest there is not what is fastest on this machine")
     if args.script is not None and args.compression is not None:
         raise UsageError("--compression is for models: a script passes its own to dd.wrap_optimizer")
 

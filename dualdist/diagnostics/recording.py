@@ -76,7 +76,7 @@ class Recorder:
     _start: list[float] = field(default_factory=list)
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     _reduction: str | None = None  # that the program asked for itself
-    _sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int | None] = lambda _: None
+    _sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int] = lambda _: 0
     _depth: int = 0  # of nested step() calls
     _at_warm: tuple[int | None, Any] = (None, None)
     _is_written: bool = False
@@ -140,8 +140,8 @@ class Recorder:
     def attach(
         self,
         optimizer: torch.optim.Optimizer,
-        reduction: str | None = None,
-        sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int | None] = lambda _: None,
+        reduction: str | None,
+        sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int],
     ) -> None:
         """Record this optimizer's steps; if the program wraps several optimizers, those of the first.
 

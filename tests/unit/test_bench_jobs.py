@@ -55,7 +55,7 @@ from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
-from dualdist.cli.output_file import check_writable
+from dualdist.cli.help_formatter import check_writable
 from dualdist.diagnostics.recording import Recorder, RecordingPlan
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
@@ -310,7 +310,7 @@ def test_a_step_counts_once_even_if_it_calls_the_base_classs_step(
     torch.optim.SGD([torch.zeros(1)])
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer, taken = kind([parameter], lr=0.5), itertools.count(1)
-    recorder.attach(optimizer, "unordered")
+    recorder.attach(optimizer, "unordered", lambda _: 0)
     with torch.no_grad():
         parameter.add_(1.0)  # as a broadcast does after the optimizer was wrapped
 

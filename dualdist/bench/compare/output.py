@@ -53,16 +53,8 @@ COST: Mapping[str, str] = {
 }
 CSV_COLUMNS = (
     *("contender", "label", "launcher", "backend", "transport", "round", "began", "step_s", "samples_per_s"),
-    *(
-        "startup_s",
-        "init_s",
-        "peak_bytes",
-        "device_peak_bytes",
-        "tcp_bytes_per_step",
-        "sent_bytes_per_step",
-        "cpu_s_per_step",
-    ),
-    *("foreign_cores", "first_loss", "last_loss", "digest", "error"),
+    *("startup_s", "init_s", "peak_bytes", "device_peak_bytes", "tcp_bytes_per_step", "sent_bytes_per_step"),
+    *("cpu_s_per_step", "foreign_cores", "first_loss", "last_loss", "digest", "error"),
 )
 
 
