@@ -82,6 +82,11 @@ class Compression:
 
     A rank sends a part of each gradient, and adds what it has not sent, the residual, to its next one. save_checkpoint
     saves the residuals of all ranks; on another number of ranks, load_checkpoint divides what was not sent among them.
+    Residuals are in the optimizer's wrapper: wrap it before load_checkpoint.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=0.1)
+        >>> optimizer = dd.wrap_optimizer(optimizer, compression=dd.Compression.powersgd(rank=2, warmup_steps=10))
     """
 
     @staticmethod
@@ -94,10 +99,6 @@ class Compression:
         Args:
             rank: the rank of the matrices that are sent, 1 or more.
             warmup_steps: how many reductions send the whole gradients first.
-
-        Example:
-            >>> optimizer = torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=0.1)
-            >>> optimizer = dd.wrap_optimizer(optimizer, compression=dd.Compression.powersgd(rank=2))
         """
         return PowerSGD(warmup_steps, rank)
 
@@ -110,10 +111,6 @@ class Compression:
         Args:
             ratio: the part of the elements to send, above 0 and up to 1.
             warmup_steps: how many reductions send the whole gradients first.
-
-        Example:
-            >>> optimizer = torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=0.1)
-            >>> optimizer = dd.wrap_optimizer(optimizer, compression=dd.Compression.topk(0.05))
         """
         return TopK(warmup_steps, ratio)
 
