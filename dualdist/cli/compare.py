@@ -320,7 +320,8 @@ def make_work(args: argparse.Namespace) -> TrainOptions | UserScript:
         argv = program_words([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
         return UserScript(argv, args.warmup, settings["steps"])
     names = ("model", "batch", "warmup", "steps", "image_size", "seed")
-    return TrainOptions(method=DUALDIST, sizes=SIZES, **{name: settings[name] for name in names})
+    sizes = SIZES if args.slow_link is None else SIZES[:3]  # the others would take minutes
+    return TrainOptions(method=DUALDIST, sizes=sizes, **{name: settings[name] for name in names})
 
 
 def parse_budget(text: str) -> float:
