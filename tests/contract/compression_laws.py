@@ -18,13 +18,15 @@ from contract.oracle import (
     parameters,
     raises,
     ranks,
+    reopen,
 )
 from torch import nn
 
 import dualdist as dd
+from dualdist import session
 from dualdist.ddp.compression import ErrorFeedback, TopK
 from dualdist.ddp.optimizer import get_residuals, get_wrapper
-from dualdist.errors import UnsupportedError, UsageError
+from dualdist.errors import CollectiveError, UnsupportedError, UsageError
 
 SCHEMES = (dd.Compression.powersgd(rank=2), dd.Compression.topk(ratio=0.1))
 SHAPES = ((12, 9), (8, 2, 5), (7,), (), (3, 2))
@@ -256,6 +258,35 @@ def what_was_not_sent_survives_a_change_of_ranks() -> None:
             for number, total in enumerate(expected):
                 left = found.get(number, torch.zeros_like(total))
                 torch.testing.assert_close(left, total / divisor, rtol=1e-14, atol=1e-14)
+
+
+@law_alone
+def elastic_state_in_memory_keeps_what_was_not_sent() -> None:
+    """In the next session, and from the last commit after a failure; the last factors and the warm-up, too."""
+    backend = dd.backend()
+    for compression in ("powersgd:2", "topk:0.1"):
+        model = net()
+        optimizer = wrapped(model, compression)
+        state = dd.elastic.State(model=model, optimizer=optimizer)
+        state.sync()
+        train(model, optimizer, range(3))
+        state.commit()
+        expected = copy.deepcopy(get_residuals(optimizer))
+        for has_failed in (False, True):
+            if has_failed:
+                train(model, optimizer, range(2))
+                session.current().world.fail(CollectiveError("a rank was lost"))
+                state._roll_back()
+            dd.shutdown()
+            reopen(backend)
+            state._rebind_optimizers()
+            state.sync()
+            found = get_residuals(optimizer)
+            assert found["reductions"] == expected["reductions"] == 3
+            for part in ("residuals", "factors"):
+                assert found[part].keys() == expected[part].keys()
+                assert all(torch.equal(found[part][n], expected[part][n]) for n in found[part])
+        del state, optimizer
 
 
 @law
