@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from dualdist import elastic
     from dualdist.data.loader import loader
     from dualdist.data.sampler import Sampler
+    from dualdist.ddp.compression import Compression
     from dualdist.ddp.metric import Metric
     from dualdist.ddp.sync_batch_norm import SyncBatchNorm
     from dualdist.launch.spawn import run, spawn
@@ -93,6 +94,7 @@ _LAZY = {
     for module, names in (
         ("data.loader", "loader"),
         ("data.sampler", "Sampler"),
+        ("ddp.compression", "Compression"),
         ("ddp.metric", "Metric"),
         ("ddp.sync_batch_norm", "SyncBatchNorm"),
         ("elastic", "elastic"),
@@ -116,6 +118,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "CollectiveTimeoutError",
+    "Compression",
     "DriftError",
     "DualdistError",
     "LaunchError",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dualdist.collectives.group import Group
     from dualdist.data.sampler import Sampler
     from dualdist.ddp.bucket_plan import GradientOp
-    from dualdist.ddp.compression import GradientCompressor
+    from dualdist.ddp.compression import AnyCompressor
     from dualdist.monitoring.wait_times import SlowRanks
     from dualdist.rendezvous.open_session import Session
 
@@ -238,7 +238,7 @@ def wrap_optimizer(
     *,
     op: GradientOp = "mean",
     accumulate: int = 1,
-    compression: Literal["fp16", "bf16"] | GradientCompressor | None = None,
+    compression: str | AnyCompressor | None = None,
     gradient_predivide_factor: float = 1.0,
     sparse_as_dense: bool = False,
     bucket_cap_mb: float = 25,
@@ -267,7 +267,8 @@ def wrap_optimizer(
         accumulate: reduce on every `accumulate`-th backward() only. Gradients add up in between, as in one process, so
             divide the loss by `accumulate` for a mean.
         compression: the format in which floating-point gradients are sent: "fp16", "bf16", or an object with
-            compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx) -> tensor.
+            compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx) -> tensor. Or what part of them is sent, with
+            error feedback: Compression.powersgd() and Compression.topk(), or "powersgd:RANK" and "topk:RATIO".
         gradient_predivide_factor: divide gradients by it before the sum and multiply them by it afterwards, where a sum
             could overflow.
         sparse_as_dense: send sparse gradients as dense ones. By default only the stored values are sent.
@@ -346,7 +347,7 @@ def wrap_optimizer(
         shard=shard,
     )
     ddp_optimizer.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, config, accumulate)
-    session.record_steps(optimizer, reduction)
+    session.record_steps(optimizer, ddp_optimizer.get_sent_bytes, reduction)
     return optimizer
 
 

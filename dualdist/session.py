@@ -252,10 +252,14 @@ def _print_choice(message: str) -> None:
         print(f"dualdist: {message}", file=sys.stderr, flush=True)
 
 
-def record_steps(optimizer: torch.optim.Optimizer, reduction: str | None = None) -> None:
+def record_steps(
+    optimizer: torch.optim.Optimizer,
+    sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int],
+    reduction: str | None = None,
+) -> None:
     """Record the wrapped optimizer's steps for `dualdist compare` and the timeline, if either is active."""
     if _process.recorder is not None:
-        _process.recorder.attach(optimizer, reduction)
+        _process.recorder.attach(optimizer, reduction, sent_bytes)
     if _process.timeline is not None:
         _process.timeline.listener.attach(optimizer)
 

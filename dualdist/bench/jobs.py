@@ -15,6 +15,7 @@ from typing import Any
 
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
+from dualdist.bench.slow_link import LAUNCHER, wrap_in_slow_link
 from dualdist.bench.statistics import foreign_cores
 from dualdist.errors import DualdistError, LaunchError, UsageError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
@@ -75,11 +76,20 @@ METHODS = {
     "hvd": "raw Horovod",
     "naive": "an allreduce per parameter",
 }
+# Methods of dualdist, too: its compressions, by the texts that wrap_optimizer() takes.
+COMPRESSED = re.compile(r"fp16|bf16|powersgd:[1-9][0-9]*|topk:[0-9]*\.[0-9]+")
 BASELINES = {name: METHODS[name] for name in ("ddp", "ddp_view", "hvd", "none")} | {"one": "one rank"}
 DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # of `dualdist compare`
 # Those that reduce gradients by torch's process groups.
 TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "zero", "fsdp2", "naive")
 OPTIMIZERS = ("sgd", "adamw")
+
+
+def check_method(name: str) -> str:
+    """Return the name if it is of METHODS, or a compression; else UsageError."""
+    if not COMPRESSED.fullmatch(name):
+        require_choice(name, METHODS, "contender", ", fp16, bf16, powersgd:RANK or topk:RATIO")
+    return name
 
 
 @dataclass(frozen=True)
@@ -202,6 +212,7 @@ class MeasurementSettings:
     device: str = "auto"
     timeout_s: float = 1800.0
     env: Mapping[str, str] = field(default_factory=dict)
+    slow_link: str = ""  # its rate: bench/slow_link.py
 
     def __post_init__(self) -> None:
         for name in ("ranks", "threads"):
@@ -251,6 +262,8 @@ def _reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFac
     for launcher in (None, config.launcher):
         options: Any = {"ranks": settings.ranks, "horovod_has_mpi": facts.backends["horovod"].mpi}
         yield from (message for _, message in find_conflicts(launcher, config.backend, config.transport, **options))
+    if settings.slow_link and (config.launcher != LAUNCHER or config.transport == "shm"):
+        yield f"with --slow-link ranks are on two hosts, and started by {LAUNCHER}"
     installed = facts.backends[config.backend]
     if not installed.available:
         yield installed.reason
@@ -318,6 +331,8 @@ def program_command(config: RunConfig, program: tuple[str, ...], settings: Measu
     site = replace(settings.site, task_cpus=settings.threads)
     ranks = 1 if spawns else settings.ranks
     job = Job(program, ranks, config.backend, config.transport, settings.variables())
+    if settings.slow_link and ranks > 1:
+        return wrap_in_slow_link(job, site, settings.slow_link)
     return build_command("python" if spawns else config.launcher, job, site)
 
 

@@ -17,16 +17,17 @@ from dualdist.bench.jobs import (
     PlannedJob,
     RunConfig,
     StepOptions,
+    check_method,
     worker_command,
 )
 from dualdist.bench.report import ReportTable, format_ms
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_ratio
 from dualdist.errors import UsageError
-from dualdist.utils.suggest import require_choice
 
 DEFAULT_METHODS = ("none", "ddp", "ddp_view", DUALDIST, "naive")
 # Fewer, as Horovod's idle engine slows other communication in the same process.
 METHODS_ON_HOROVOD = ("none", "ddp", DUALDIST, "hvd")
+SENT_NOTE = "sent: gradients that a rank gives to the reduction in a step, as they are sent"
 MEMORY_NOTE = "peak memory: of one process with this contender alone, minus its memory before init"
 
 
@@ -35,7 +36,7 @@ def choose_methods(names: Sequence[str], config: RunConfig) -> tuple[str, ...]:
     on_horovod = registry.uses_library(config.backend, registry.HOROVOD_LIBRARY)
     names = names or (METHODS_ON_HOROVOD if on_horovod else DEFAULT_METHODS)
     for name in names:
-        require_choice(name, METHODS, "contender")
+        check_method(name)
     if len(set(names)) < len(names):
         raise UsageError(f"contenders {','.join(names)!r}: expected each of them once")
     if "hvd" in names and not on_horovod:
@@ -121,11 +122,12 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
         "noise": noise.to_json(),
         "contenders": {
             name: {
-                "label": f"dualdist {first['backend']}" if name == DUALDIST else METHODS[name],
+                "label": _label(name, first["backend"]),
                 "seconds": asdict(bootstrap_median(seconds[name])),
                 "min_seconds": min(min(rounds) for rounds in seconds[name]),
                 "cpu_seconds": median(median(report["cpu_s"][name]) for report in reports),
                 "peak_bytes": peaks[name],
+                "sent_bytes": first["sent_bytes"][name],
                 "identical_across_ranks": all(report["identical_across_ranks"][name] for report in reports),
                 "max_difference": max((report["max_difference"].get(name, 0.0) for report in reports), default=0.0),
                 "ratios": {
@@ -138,6 +140,12 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
         },
         "difference_from": first["difference_from"],
     }
+
+
+def _label(method: str, backend: str) -> str:
+    if method == DUALDIST:
+        return f"dualdist {backend}"
+    return METHODS.get(method, f"dualdist {backend}, {method}")
 
 
 def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
@@ -153,9 +161,18 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
         )
         yield ReportTable(
             title,
-            ("contender", "step ms", "95%", "min ms", "CPU ms, all ranks", "peak MiB", "equal on all ranks"),
+            (
+                "contender",
+                "step ms",
+                "95%",
+                "min ms",
+                "CPU ms, all ranks",
+                "peak MiB",
+                "sent MiB",
+                "equal on all ranks",
+            ),
             tuple(_time_row(contender) for contender in contenders.values()),
-            (f"machine: {result['noise']['summary']}", *_warnings(result)),
+            (f"machine: {result['noise']['summary']}", SENT_NOTE, *_warnings(result)),
         )
         yield ReportTable(
             "Step time over a baseline's, round by round",
@@ -178,6 +195,7 @@ def _time_row(contender: dict[str, Any]) -> tuple[str, ...]:
         format_ms(contender["min_seconds"]),
         format_ms(contender["cpu_seconds"]),
         "-" if peak is None else f"{peak / 2**20:.0f}",
+        f"{contender['sent_bytes'] / 2**20:.3g}",
         "yes" if contender["identical_across_ranks"] else "no",
     )
 
@@ -202,7 +220,8 @@ def _warnings(result: dict[str, Any]) -> Iterator[str]:
     different = {each["label"]: each["max_difference"] for each in contenders.values() if each["max_difference"]}
     if different:
         listed = ", ".join(f"{label} {value:.1e}" for label, value in different.items())
-        yield f"largest difference of a parameter from {METHODS[result['difference_from']]}: {listed}"
+        base = _label(result["difference_from"], result["backend"])
+        yield f"largest difference of a parameter from {base}: {listed}"
     if result["launches"] < 5:
         yield "memory placement shifts a launch by several percent: differences below 3% need --launches 5"
     if registry.uses_library(result["backend"], registry.HOROVOD_LIBRARY) and "ddp" in contenders:

@@ -44,7 +44,7 @@ from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.bucket_plan import dense_strides
-from dualdist.ddp.optimizer import get_reduction_order, set_reduction_order
+from dualdist.ddp.optimizer import gather_residuals, get_reduction_order, set_reduction_order
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -203,14 +203,16 @@ class CheckpointSaver:
         except UsageError as error:
             raise error from cause
         task = None
+        optimizers = {name: part for name, part in sorted(parts.items()) if isinstance(part, torch.optim.Optimizer)}
+        residuals = {name: found for name, part in optimizers.items() if (found := gather_residuals(part)) is not None}
         if group.rank == ROOT:
-            optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
             content[METADATA] = {
                 "format": FORMAT,
                 "random": states,
                 "orders": {name: order for name, part in optimizers.items() if (order := get_reduction_order(part))},
                 "dtypes": {name: dtypes_of(part) for name, part in optimizers.items()},
                 "shapes": {name: shapes_of(part) for name, part in optimizers.items()},
+                "residuals": residuals,
             }
             uncounted = frozenset(self._uncounted)
             task = DiskTask(

@@ -18,7 +18,7 @@ from dualdist.collectives.nested_tensors import map_nested
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
-from dualdist.ddp.optimizer import is_sharded
+from dualdist.ddp.optimizer import get_residuals, is_sharded, set_residuals
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.utils.suggest import type_name
 
@@ -127,6 +127,7 @@ def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
             part.load_state_dict(found[name])
             if isinstance(part, torch.optim.Optimizer):
                 _restore_dtypes(part, found[name], dtypes.get(name))
+                set_residuals(part, found[METADATA].get("residuals", {}).get(name))
         except Exception as error:  # whatever the object's own code raises
             raise CheckpointError(f"{name} refuses its state: {type(error).__name__}: {error}") from error
 
@@ -142,7 +143,10 @@ class StateCopy:
     def create(parts: Mapping[str, Any], device: torch.device) -> StateCopy:
         content = collect_state(parts, copy=True)
         optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
-        content[METADATA] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
+        content[METADATA] = {
+            "dtypes": {name: dtypes_of(part) for name, part in optimizers.items()},
+            "residuals": {name: get_residuals(part) for name, part in optimizers.items()},
+        }
         return StateCopy(content, random_state.get_random_state(device))
 
     def load(self, objects: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

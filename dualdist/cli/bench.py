@@ -34,8 +34,7 @@ from dualdist.bench.ranks.cold_start import RAW_LIBRARIES
 from dualdist.bench.report import dump_json, failure_table, format_command, make_record, print_report
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare import INTERRUPTED, check_minimum, find_facts
-from dualdist.cli.help_formatter import add_help, add_list, set_completions
-from dualdist.cli.output_file import check_writable, write_json
+from dualdist.cli.help_formatter import add_help, add_list, check_writable, set_completions, write_json
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.execute import find_site
 from dualdist.launch.launchers import LAUNCHERS

@@ -26,6 +26,7 @@ from dualdist.bench.jobs import (
     MachineFacts,
     MeasurementSettings,
     TrainOptions,
+    check_method,
     expand_configs,
     parse_env,
     refusal_reasons,
@@ -37,8 +38,8 @@ from dualdist.bench.report import (
     make_record,
     print_report,
 )
-from dualdist.cli.help_formatter import set_completions
-from dualdist.cli.output_file import check_writable, write_json
+from dualdist.bench.slow_link import LAUNCHER, require_slow_link
+from dualdist.cli.help_formatter import check_writable, set_completions, write_json
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.control_channel import CONTROL_VARIABLE
@@ -101,6 +102,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all of the backend)")
     which("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
     which("--baselines", metavar="A,B", help=f"of {', '.join(BASELINES)}, or '' for none (default: all but ddp_view)")
+    which("--compression", metavar="A,B", help="each candidate compressed, too: fp16, bf16, powersgd:RANK, topk:RATIO")
+    which("--slow-link", metavar="RATE", help="half of the ranks behind a link of this rate, as 100mbit; needs root")
     which("--self-check", type=float, metavar="PERCENT", help="check: run the first candidate again, and slowed")
     work = parser.add_argument_group("training").add_argument
     work("--model", default="resnet18", metavar="NAME", help=f"of {', '.join(MODELS)} (default: resnet18)")
@@ -135,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     from dualdist.bench.compare.runner import Comparison, LaunchSchedule
 
     settings = make_settings(args, find_site())
+    if args.slow_link is not None and not args.dry_run:
+        require_slow_link(args.slow_link, settings.site)
     contenders, refused = select_contenders(args, settings)
     with _output_folder(args) as folder:
         comparison = Comparison(make_work(args), settings, folder)
@@ -257,7 +262,8 @@ def select_contenders(
     if args.device == "cuda" and not facts.gpus:
         raise UsageError("--device cuda, but torch sees no GPU here")
     backends = _split(args.backends) or registry.names()
-    configs = expand_configs(_split(args.launchers), backends, _split(args.transports), os.environ)
+    launchers = [LAUNCHER] if args.slow_link is not None and args.launchers is None else _split(args.launchers)
+    configs = expand_configs(launchers, backends, _split(args.transports), os.environ)
     reasons = refusal_reasons(configs, settings, facts)
     refused = [RefusedContender(Contender(DUALDIST, config), reason) for config, reason in reasons.items()]
     contenders = [Contender(DUALDIST, config) for config in configs if config not in reasons]
@@ -276,6 +282,8 @@ def select_contenders(
         first = contenders[0].config
         slowdown = 1 + args.self_check / 100
         contenders += [Contender(DUALDIST, first, copy=1), Contender(DUALDIST, first, slowdown, copy=2)]
+    compressions = [check_method(name) for name in _split(args.compression) or []]
+    contenders += [Contender(name, each.config) for each in contenders if each.is_candidate for name in compressions]
     contenders += [each for each in baselines if isinstance(each, Contender)]
     contenders += ordered_checks(contenders, settings.ranks, uses_gpus=facts.uses_gpus)
     refused += [each for each in baselines if isinstance(each, RefusedContender)]
@@ -312,7 +320,8 @@ def make_work(args: argparse.Namespace) -> TrainOptions | UserScript:
         argv = program_words([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
         return UserScript(argv, args.warmup, settings["steps"])
     names = ("model", "batch", "warmup", "steps", "image_size", "seed")
-    return TrainOptions(method=DUALDIST, sizes=SIZES, **{name: settings[name] for name in names})
+    sizes = SIZES if args.slow_link is None else SIZES[:3]  # the others would take minutes
+    return TrainOptions(method=DUALDIST, sizes=sizes, **{name: settings[name] for name in names})
 
 
 def parse_budget(text: str) -> float:
@@ -344,6 +353,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("arguments after -- and --as-horovod are for a --script")
     if args.script is not None and (args.batch or args.self_check is not None):
         raise UsageError("--batch and --self-check are for models: a script chooses its batch and runs unmodified")
+    if args.save_choice and args.slow_link is not None:
+        raise UsageError("--save-choice with --slow-link: what is fastest there is not what is fastest on this machine")
+    if args.script is not None and args.compression is not None:
+        raise UsageError("--compression is for models: a script passes its own to dd.wrap_optimizer")
 
 
 def check_minimum(args: argparse.Namespace, minima: dict[str, int]) -> None:
@@ -355,7 +368,8 @@ def check_minimum(args: argparse.Namespace, minima: dict[str, int]) -> None:
 
 def make_settings(args: argparse.Namespace, site: Site) -> MeasurementSettings:
     """Return the settings of all launches."""
-    return MeasurementSettings(args.ranks, site, _threads(args), args.device, args.timeout, parse_env(args.env))
+    env, slow_link = parse_env(args.env), args.slow_link or ""
+    return MeasurementSettings(args.ranks, site, _threads(args), args.device, args.timeout, env, slow_link)
 
 
 def _threads(args: argparse.Namespace) -> int:
@@ -371,6 +385,7 @@ def describe_settings(args: argparse.Namespace) -> dict[str, Any]:
     names = ["ranks", "device", "seed", "rounds", "budget", "warmup"]
     found = {name: getattr(args, name) for name in names}
     found |= {"threads": _threads(args), "env": redact_command(args.env)}
+    found |= {name: value for name in ("compression", "slow_link") if (value := getattr(args, name)) is not None}
     if args.script is not None:
         arguments = redact_command(args.arguments)
         return {**found, "script": args.script, "arguments": arguments, "steps": args.steps or SCRIPT_STEPS}

@@ -15,8 +15,7 @@ from typing import Any, TextIO
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
 from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
-from dualdist.cli.help_formatter import set_completions
-from dualdist.cli.output_file import check_writable, write_json
+from dualdist.cli.help_formatter import check_writable, set_completions, write_json
 from dualdist.doctor import hosts, smoke_test
 from dualdist.doctor.checks import Level
 from dualdist.doctor.checks import hosts as host_checks

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.backends import registry
-from dualdist.cli.help_formatter import set_completions
-from dualdist.cli.output_file import check_writable, write_json
+from dualdist.cli.help_formatter import check_writable, set_completions, write_json
 from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
 from dualdist.launch.env_defaults import allocated_tasks, default_launcher, interface_variables

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from dualdist.collectives.arguments import Reduction
-from dualdist.ddp.compression import CastCompression, GradientCompressor, compressor_name
+from dualdist.ddp.compression import AnyCompressor, CastCompression, compressor_name
 from dualdist.errors import UsageError
 
 GradientOp = Literal["mean", "sum", "adasum"]
@@ -30,7 +30,7 @@ class ReducerConfig:
     """The arguments of wrap_optimizer that affect the reduction; the same on every rank."""
 
     op: GradientOp = "mean"
-    compressor: GradientCompressor | None = None
+    compressor: AnyCompressor | None = None
     gradient_predivide_factor: float = 1.0
     sparse_as_dense: bool = False
     bucket_bytes: int = BUCKET_BYTES
@@ -122,6 +122,7 @@ class BucketPlan:
     dtype: torch.dtype
     device: torch.device
     unbucketed: frozenset[int] = frozenset()
+    numbers: tuple[int, ...] = ()  # of the parameters, in the reducer
 
     @property
     def counts(self) -> list[int]:

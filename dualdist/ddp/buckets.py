@@ -23,7 +23,7 @@ from dualdist.ddp.bucket_plan import (
     ReducerConfig,
     wire_dtype,
 )
-from dualdist.ddp.compression import CastCompression, GradientCompressor, compressor_name
+from dualdist.ddp.compression import CastCompression, ErrorFeedback, GradientCompressor, compressor_name
 from dualdist.ddp.packer import assign_grad
 from dualdist.ddp.step_checks import nonfinite_kinds
 from dualdist.errors import UsageError
@@ -67,6 +67,7 @@ class Bucket:
         self._result: torch.Tensor | None = None
         self._sent_all_dense = False
         self._is_nested = False
+        self.sent_bytes = 0  # of gradients, without flags, that this rank gave to the last reduction
         self._contexts: list[Any] = []
         self._shapes: list[torch.Size] = []
         self._dtypes: list[torch.dtype] = []  # a compressor may choose one for each gradient
@@ -104,18 +105,25 @@ class Bucket:
         self._is_nested = is_nested
         if is_nested:
             self.tail[IS_NESTED] = 1
-        self._start_allreduce()
+        self._start()
 
-    def _start_allreduce(self) -> None:
-        name, supported = self._name, self._channel.supported_reduce_dtypes
+    def _start(self) -> None:
+        name = self._name
         if not self._channel.done_means_all_started:  # a joined rank polls for it
             started = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._all_started = self._channel.allreduce_(started, "max", f"{name}.begun")
-        if self._wire_dtype in supported:
+        self._work = self._start_allreduce(name)
+
+    def _start_allreduce(self, name: str) -> Work:
+        if self._wire_dtype in self._channel.supported_reduce_dtypes:
             op: ReduceOp = "mean" if self._is_mean_fused else "sum"
-            self._work = self._channel.allreduce_(self.values.to(self._wire_dtype), op, name)
-            return
-        self._work = allreduce_(self._channel, self._compress(), "sum", name)
+            sent = self.values.to(self._wire_dtype)
+            work = self._channel.allreduce_(sent, op, name)
+        else:
+            sent = self._compress()
+            work = allreduce_(self._channel, sent, "sum", name)
+        self.sent_bytes = (sent.numel() - self.tail.numel()) * sent.element_size()
+        return work
 
     def done(self) -> bool:
         """Return True if wait() would return as soon as all ranks wait."""
@@ -228,7 +236,7 @@ class Bucket:
 
     def _compress(self) -> torch.Tensor:
         """Return the tensor to send: the values themselves, or the compressed gradients and the flags."""
-        compressor = self.config.compressor
+        compressor = self._summed_compressor()
         if compressor is None or isinstance(compressor, CastCompression):
             return self.values if compressor is None else compressor.compress(self.values)[0]
         pairs = [compressor.compress(view) for view in self.views if view is not None]
@@ -251,8 +259,9 @@ class Bucket:
         result = self._result
         assert result is not None, "call wait() first"
         is_elsewhere = result.data_ptr() != self.values.data_ptr()
-        if self.config.compressor is not None and not isinstance(self.config.compressor, CastCompression):
-            self._decompress(result, self.config.compressor)
+        compressor = self._summed_compressor()
+        if compressor is not None and not isinstance(compressor, CastCompression):
+            self._decompress(result, compressor)
         elif is_elsewhere and result.dtype == self.values.dtype and self.config.op == "mean":
             count = self.gradients.numel()
             divide(result[:count], self._channel.size, self.gradients)  # and copy, in one pass
@@ -262,8 +271,16 @@ class Bucket:
                 self.values.copy_(result)
             if self.config.op == "mean" and not self._is_mean_fused:
                 divide_(self.gradients, self._channel.size)
+        self._undo_predivision()
+
+    def _undo_predivision(self) -> None:
         if self.config.gradient_predivide_factor != 1.0:
             self.gradients.mul_(self.config.gradient_predivide_factor)
+
+    def _summed_compressor(self) -> GradientCompressor | None:
+        """Return the compressor whose results are summed; a FeedbackBucket has none."""
+        assert not isinstance(self.config.compressor, ErrorFeedback)
+        return self.config.compressor
 
     def _decompress(self, result: torch.Tensor, compressor: GradientCompressor) -> None:
         sums, tail = result.tensor_split([result.numel() - self.tail.numel()])

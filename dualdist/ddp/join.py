@@ -89,8 +89,7 @@ class JoinedRank:
             self._group.wait_times.skip(self._group.wait_times.gradient_reductions)
         if buckets[-1].any_rank_set(DISCARDS):
             return
-        for bucket in buckets:
-            bucket.unpack()
+        plan.unpack(buckets)
         report = None if plan.config.check_every is None else NonFiniteReport()
         if report is not None:
             report.scan(buckets, lambda bucket_index, index: None)

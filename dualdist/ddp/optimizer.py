@@ -17,12 +17,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dualdist.backends.base import Backend
 from dualdist.collectives.arguments import Reduction, check_reduction
-from dualdist.collectives.collectives import allreduce
+from dualdist.collectives.broadcast_state import broadcast_nested
+from dualdist.collectives.collectives import allreduce, run_agreed
 from dualdist.collectives.group import Group
+from dualdist.collectives.nested_tensors import map_nested
 from dualdist.collectives.reductions import Op
 from dualdist.ddp.adasum import DeltaSteps, closure_of
 from dualdist.ddp.bucket_plan import ReducerConfig
+from dualdist.ddp.compression import ErrorFeedback
+from dualdist.ddp.error_feedback import redistribute
 from dualdist.ddp.param_buckets import Errors
 from dualdist.ddp.reducer import Reducer
 from dualdist.ddp.sharding import StateSharding, require_shardable
@@ -102,6 +107,11 @@ def _resolve_config(config: ReducerConfig, group: Group) -> ReducerConfig:
         raise UsageError(
             "shard=True with op='adasum', for which every rank steps on all parameters: choose one of the two"
         )
+    if config.op == "adasum" and isinstance(config.compressor, ErrorFeedback):
+        raise UsageError(
+            f"op='adasum' with compression={config.compressor}: Adasum combines steps, and what is not sent of a step "
+            "cannot be added to the next one; choose one of the two"
+        )
     reduction = config.reduction or group.reduction
     check_reduction(reduction, config.op)
     if reduction == "ordered" and config.compressor is not None:
@@ -150,6 +160,45 @@ def set_reduction_order(optimizer: torch.optim.Optimizer, order: Sequence[int]) 
     wrapper = get_wrapper(optimizer)
     if wrapper is not None:
         wrapper.reducer.set_order(order)
+
+
+def get_sent_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return how many bytes of gradients, without flags, this rank gave to the last reduction of each optimizer."""
+    wrappers = [get_wrapper(optimizer) for optimizer in optimizers]
+    return sum(wrapper.reducer.sent_bytes for wrapper in wrappers if wrapper is not None)
+
+
+def get_residuals(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Return a copy of what this rank has not sent of its gradients, in CPU memory; None without error feedback."""
+    wrapper = get_wrapper(optimizer)
+    own = None if wrapper is None else wrapper.reducer.export_feedback()
+    return own and map_nested(own, torch.Tensor, lambda each: each.to("cpu", copy=True))
+
+
+def gather_residuals(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
+    """Return get_residuals() of all ranks, on rank 0; every rank calls this."""
+    wrapper, own = get_wrapper(optimizer), get_residuals(optimizer)
+    if wrapper is None or own is None or not wrapper.reducer.group.is_usable:
+        return None
+    group, name = wrapper.reducer.group, f"{wrapper.reducer.name}.residuals"
+
+    def perform(backend: Backend) -> list[dict[str, Any]]:
+        found = []
+        for root in range(backend.size):
+            part = broadcast_nested(backend, own, root, torch.device("cpu"), f"{name}.{root}")
+            found += [part] if backend.rank == 0 else []
+        return found
+
+    return run_agreed(group, "save of what compression has not sent", name, {}, perform)
+
+
+def set_residuals(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Set what this rank has not sent: from get_residuals(), or its part of gather_residuals(); None for nothing."""
+    wrapper = get_wrapper(optimizer)
+    if wrapper is not None:
+        group = wrapper.reducer.group
+        own = redistribute(saved, group.rank, group.size, wrapper.reducer.op) if isinstance(saved, list) else saved
+        wrapper.reducer.load_feedback(own)
 
 
 def move_to_group(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> None:
@@ -209,6 +258,7 @@ def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Opti
     checks = None if config.check_every is None else StepChecks(reducer, config.check_every)
     steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapper, config, checks)
     if config.op == "adasum":
+        assert not isinstance(config.compressor, ErrorFeedback)
         steps = DeltaSteps(reducer, config.compressor, checks)
     before = optimizer.register_step_pre_hook(steps.before)
     unshard = None if sharding is None else sharding.attach(optimizer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +59,13 @@ class ParamBuckets:
         self._config = config
         self._fused_groups = fused_groups
         self._next_group = next_group
+        self._carried: dict[str, Any] | None = None  # what was not sent in the group before
         self._enter(group)
 
     def _enter(self, group: Group) -> None:
         """Begin in a group, with no parameters registered."""
+        if hasattr(self, "_plan"):
+            self._carried = self.export_feedback()
         self.group = group
         self._channel: Backend = group.gradients
         self.name = group.next_name("gradients")
@@ -147,6 +150,23 @@ class ParamBuckets:
         # Autograd finishes the last layers first.
         for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self._config, fused):
             self._add_bucket(members, params)
+        if self._plan.feedback is not None:
+            if self._carried is not None:
+                self.load_feedback(self._carried)
+                self._carried = None
+            with self.errors():  # a rank that is new in the group has made no reduction yet
+                self._plan.feedback.agree(self._channel, f"{self.name}.reductions")
+
+    def export_feedback(self) -> dict[str, Any] | None:
+        """Return what this rank has not sent yet, by the position of the parameter; it shares memory."""
+        feedback = self._plan.feedback
+        return None if feedback is None else feedback.export([self._number_of(each) for each in self._parameters()])
+
+    def load_feedback(self, state: Mapping[str, Any] | None) -> None:
+        """Replace what this rank has not sent yet by what export_feedback() returned; None for nothing."""
+        params = list(self._parameters())
+        if self._plan.feedback is not None:
+            self._plan.feedback.load(state, params, [self._number_of(each) for each in params])
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -204,6 +224,7 @@ class ParamBuckets:
             dtype,
             device,
             frozenset(range(len(members))) if is_adasum else frozenset(),
+            members,
         )
         self._plan.buckets.append(plan)
         self._members.append(members)

@@ -38,7 +38,7 @@ from torch.autograd.graph import _engine_run_backward  # private to torch: tests
 from dualdist.backends.control_plane import ControlAllgather, broadcast_object
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.consistency import difference, digest
-from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, ReducerConfig
+from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, GradientOp, ReducerConfig
 from dualdist.ddp.packer import assign_grad, create_packer, is_dense, is_view_of, owner_of
 from dualdist.ddp.param_buckets import Errors, ParamBuckets
 from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
@@ -75,6 +75,7 @@ class Reducer(ParamBuckets):
         self.has_joined_ranks = False
         # Gradients become views of the buckets; not where a report may need those before the reduction.
         self._assigns_views = config.gradient_as_bucket_view and config.check_every is None
+        self.sent_bytes = 0  # of gradients, without flags, that this rank gave to the last reduction
         self._packer = create_packer(self)
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a separate thread
         self._next_bucket = 0  # the first that has not been launched
@@ -107,6 +108,10 @@ class Reducer(ParamBuckets):
     @is_suspended.setter
     def is_suspended(self, value: bool) -> None:
         self._packer.is_suspended = value
+
+    @property
+    def op(self) -> GradientOp:
+        return self._config.op
 
     def synchronize(self) -> None:
         """Reduce now, however many backwards have run, unless they have been reduced already."""
@@ -291,7 +296,6 @@ class Reducer(ParamBuckets):
         began = time.monotonic()
         for bucket in self._buckets:
             bucket.wait()
-            bucket.unpack()  # while the next ones are under way
         if self.group.wait_times is not None and self._buckets:
             self.group.wait_times.record_gradient_reduction(began)
 
@@ -342,6 +346,8 @@ class Reducer(ParamBuckets):
     def _assign_grads(self) -> None:
         """Make the reduced values the parameters' gradients."""
         as_views = self._assigns_views
+        self._plan.unpack(self._buckets)
+        self.sent_bytes = sum(bucket.sent_bytes for bucket in self._buckets)
         report = None if self._config.check_every is None else NonFiniteReport()
         if report is not None:
             owned = self.params

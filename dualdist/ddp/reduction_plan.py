@@ -15,6 +15,8 @@ import torch
 from dualdist.ddp.adasum import AdasumBucket
 from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.compression import ErrorFeedback
+from dualdist.ddp.error_feedback import FeedbackBucket, FeedbackState
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend, Work
@@ -32,10 +34,25 @@ class ReductionPlan:
     buckets: list[BucketPlan] = field(default_factory=list)
     dense: dict[int, set[int]] = field(default_factory=dict)  # by bucket: members known to be dense on all ranks
     is_retired: bool = False  # no rank has the reducer any more
+    feedback: FeedbackState | None = field(init=False)  # with PowerSGD and top-k
+
+    def __post_init__(self) -> None:
+        compressor = self.config.compressor
+        self.feedback = FeedbackState(compressor) if isinstance(compressor, ErrorFeedback) else None
 
     def make_bucket(self, bucket_index: int, channel: Backend) -> Bucket:
+        plan, dense = self.buckets[bucket_index], self.dense.setdefault(bucket_index, set())
+        if self.feedback is not None:
+            return FeedbackBucket(plan, self.config, channel, dense, self.feedback)
         kind = AdasumBucket if self.config.op == "adasum" else Bucket
-        return kind(self.buckets[bucket_index], self.config, channel, self.dense.setdefault(bucket_index, set()))
+        return kind(plan, self.config, channel, dense)
+
+    def unpack(self, buckets: Sequence[Bucket]) -> None:
+        """Finalize the gradients in the buckets, after all have been waited for; every rank calls this."""
+        for bucket in buckets:
+            bucket.unpack()
+        if self.feedback is not None:
+            self.feedback.commit(buckets)
 
     def clear(self) -> None:
         self.buckets.clear()

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class Recorder:
     _start: list[float] = field(default_factory=list)
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     _reduction: str | None = None  # that the program asked for itself
+    _sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int] = lambda _: 0
     _depth: int = 0  # of nested step() calls
     _at_warm: tuple[int | None, Any] = (None, None)
     _is_written: bool = False
@@ -99,8 +100,8 @@ class Recorder:
         if len(self._ends) == self.plan.warmup:
             self._at_warm = (tcp_bytes_sent(), read_cpu())
 
-    def write(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Write the record; later calls do nothing."""
+    def write(self, parameters: Iterable[torch.Tensor], sent_bytes: int | None = None) -> None:
+        """Write the record, with the bytes of gradients that a rank sent in a step; later calls do nothing."""
         if self._is_written or not self._ends:
             return
         self._is_written = True
@@ -125,6 +126,7 @@ class Recorder:
             "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             "tcp_bytes": max(0, (sent or 0) - (sent_before or 0)) / timed if is_known else None,
+            "sent_bytes": sent_bytes,
             "cpu_s": cpu.own_s / timed if cpu is not None and timed else None,
             "window_s": None if cpu is None else cpu.window_s,
             "machine_s": None if cpu is None else cpu.machine_s,
@@ -135,8 +137,15 @@ class Recorder:
         draft.write_text(json.dumps(record))
         draft.replace(self.plan.path)
 
-    def attach(self, optimizer: torch.optim.Optimizer, reduction: str | None = None) -> None:
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer,
+        reduction: str | None,
+        sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int],
+    ) -> None:
         """Record this optimizer's steps; if the program wraps several optimizers, those of the first.
+
+        `sent_bytes` returns the bytes of gradients that this rank sent for the last steps of optimizers.
 
         After the last planned step the program exits, on every rank: the optimizer's step() raises SystemExit. torch
         also calls the hooks for a base class's step(); only the outermost is a training step.
@@ -144,7 +153,7 @@ class Recorder:
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
             return
-        self._reduction = reduction
+        self._reduction, self._sent_bytes = reduction, sent_bytes
         self._wrap_backward()
         atexit.register(self._write_at_exit, os.getpid())
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
@@ -184,7 +193,7 @@ class Recorder:
 
     def _write_at_exit(self, pid: int) -> None:
         if pid == os.getpid():  # not in a forked child
-            self.write(self._parameters())
+            self.write(self._parameters(), self._sent_bytes(self._optimizers))
 
     def _parameters(self) -> list[torch.Tensor]:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)

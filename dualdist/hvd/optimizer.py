@@ -9,9 +9,8 @@ import torch
 
 from dualdist import session
 from dualdist.ddp.bucket_plan import GradientOp, ReducerConfig
-from dualdist.ddp.compression import CASTS, resolve_compressor
-from dualdist.ddp.compression import GradientCompressor as AnyCompressor
-from dualdist.ddp.optimizer import get_wrapper, names_by_id, unwrap_optimizer, wrap_optimizer
+from dualdist.ddp.compression import CASTS, AnyCompressor, resolve_compressor
+from dualdist.ddp.optimizer import get_sent_bytes, get_wrapper, names_by_id, unwrap_optimizer, wrap_optimizer
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
 from dualdist.hvd.common import horovods_errors, split_list
@@ -115,7 +114,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    session.record_steps(optimizer)
+    session.record_steps(optimizer, get_sent_bytes)
     return optimizer
 
 

@@ -5,6 +5,7 @@ import html
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
+from harness.installed import lack
 from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
 from launch.running import TORCHRUN, check_refused, commands, interrupted
 
+from dualdist.bench.slow_link import PROGRAMS
 from dualdist.rendezvous import backend_selection
 from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 
@@ -204,6 +207,29 @@ def test_beyond_two_ranks_bits_are_compared_in_launches_with_ordered_sums(launch
     assert (same["same_bits"], same["mismatches"], same["unchecked"]) == (names, {}, {})
     assert f"to the bit (ordered sums, checked in separate launches): {', '.join(names)}\n" in outcome.stdout
     assert "; 3 contenders gave the same bits (ordered sums, " in kept["results"]["verdict"]["sentence"]
+
+
+def test_compression_pays_over_a_slow_link(launch: Launch, base_env: Mapping[str, str]) -> None:
+    """A gradient of 1.7 MB needs 1.3 s at 10 Mbit/s; of rank 1, 100 matrices and vectors of 64 are 77 kB."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if lacking := [name for name in PROGRAMS if shutil.which(name, path=base_env["PATH"]) is None]:
+        lack(", ".join(lacking), "iproute2 util-linux")
+    words = ("--slow-link", "10mbit", "--backends", "native", "--compression", "powersgd:1", "--baselines", "")
+    outcome = launch([*COMPARE, *QUICK, *words, "--rounds", "1", "--json", "kept.json"], timeout_s=400)
+    assert outcome.left == ()
+    kept = json.loads((launch.directory / "kept.json").read_text())
+    found = {each["label"]: each for each in kept["results"]["contenders"]}
+    whole, compressed = (found[f"native over gloo (torchrun{name})"] for name in ("", ", powersgd:1"))
+    assert whole["sent_bytes"] == 100 * (64 * 64 + 64) * 4
+    assert compressed["sent_bytes"] == 100 * ((64 + 64) * 1 + 64) * 4
+    for each in (whole, compressed):  # and flags
+        assert 0.95 * each["sent_bytes"] < each["tcp_bytes"] < 1.2 * each["sent_bytes"]
+    assert whole["step_s"]["value"] > 0.9 * whole["sent_bytes"] * 8 / 10e6
+    assert compressed["step_s"]["value"] < 0.5 * whole["step_s"]["value"]
+    assert [job["ranks"][1]["node_rank"] for job in kept["jobs"]] == [1, 1]
+    # It is no candidate, and need not train the same.
+    assert (kept["results"]["verdict"]["kind"], kept["results"]["equivalence"]["launches"]) == ("alone", 1)
 
 
 def test_an_interrupted_run_reports_its_launches_and_is_resumed(launch: Launch) -> None:

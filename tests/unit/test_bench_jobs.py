@@ -52,10 +52,11 @@ from dualdist.bench.report import (
     print_table,
 )
 from dualdist.bench.scale import LinkModel, ScaleOptions
+from dualdist.bench.slow_link import require_slow_link
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
-from dualdist.cli.output_file import check_writable
+from dualdist.cli.help_formatter import check_writable
 from dualdist.diagnostics.recording import Recorder, RecordingPlan
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
@@ -310,7 +311,7 @@ def test_a_step_counts_once_even_if_it_calls_the_base_classs_step(
     torch.optim.SGD([torch.zeros(1)])
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer, taken = kind([parameter], lr=0.5), itertools.count(1)
-    recorder.attach(optimizer, "unordered")
+    recorder.attach(optimizer, "unordered", lambda _: 0)
     with torch.no_grad():
         parameter.add_(1.0)  # as a broadcast does after the optimizer was wrapped
 
@@ -328,3 +329,33 @@ def test_a_step_counts_once_even_if_it_calls_the_base_classs_step(
     assert kept["reduction"] == "unordered"
     assert (kept["start"], kept["sample"]) == ([1.0, 1.0], [-6.5, -6.5])
     assert kept["rounding"] == pytest.approx(1.2e-7, rel=0.01)
+
+
+def test_a_slow_link_has_a_torchrun_at_each_end() -> None:
+    settings = MeasurementSettings(3, SITE, slow_link="100mbit")
+    built = program_command(RunConfig("native", "gloo", "torchrun"), ("x.py",), settings)
+    assert built.argv[1:4] == ("-m", "dualdist.bench.slow_link", "100mbit")
+    first, second = (json.loads(word) for word in built.argv[4:])
+    assert [word for word in first if word not in second] == ["--node-rank=0", "--nproc-per-node=2"]
+    assert [word for word in second if word not in first] == ["--node-rank=1", "--nproc-per-node=1"]
+    assert built.env["DUALDIST_TRANSPORT"] == "gloo"
+    alone = program_command(RunConfig("auto", None, "python"), ("x.py",), replace(settings, ranks=1))
+    assert "dualdist.bench.slow_link" not in alone.argv
+
+
+@pytest.mark.parametrize(
+    ("rate", "is_root", "words"),
+    [("fast", True, "as 100mbit"), ("0mbit", True, "as 100mbit"), ("1gbit", False, "root")],
+)
+def test_a_slow_link_that_cannot_be_made_is_refused(rate: str, is_root: bool, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        require_slow_link(rate, replace(SITE, is_root=is_root))
+
+
+def test_compressions_are_contenders() -> None:
+    config = RunConfig("native", None, "torchrun")
+    names = ("ddp", "bf16", "powersgd:2", "topk:0.05")
+    assert choose_methods(names, config) == names
+    for wrong in ("powersgd", "powersgd:0", "topk:2", "fp8"):
+        with pytest.raises(UsageError, match="powersgd:RANK"):
+            choose_methods((wrong,), config)

@@ -20,11 +20,13 @@ from dualdist.errors import UsageError
 from dualdist.utils.machine import CpuUse
 
 MIN_WINDOW_S = 1.0  # the system counts CPU time in ticks of 10 ms
-# Figures that are one for all ranks: peak memory, bytes that a rank sends over TCP and CPU seconds, both in a step.
+# Figures that are one for all ranks: peak memory; and in a step: bytes that a rank sends over TCP, bytes of gradients
+# that it gives to the reduction, and CPU seconds.
 OVER_RANKS: dict[str, Callable[[list[Any]], Any]] = {
     "peak_bytes": max,
     "device_peak_bytes": max,
     "tcp_bytes": fmean,
+    "sent_bytes": fmean,
     "cpu_s": math.fsum,
 }
 CONFIG = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be NaN, which is not None
@@ -68,6 +70,7 @@ class RankRecord(BaseModel):
     machine_s: float | None
     own_s: float | None
     reduction: str | None = None  # that the program asked for itself
+    sent_bytes: float | None = None
 
     @property
     def steps(self) -> list[float]:

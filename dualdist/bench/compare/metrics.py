@@ -63,6 +63,7 @@ class ContenderMetrics:
     peak_bytes: int | None
     device_peak_bytes: int | None
     tcp_bytes: float | None
+    sent_bytes: float | None
     cpu_s: float | None
 
 
@@ -104,7 +105,7 @@ def summarize(
         after = f" after {count} launch{'es' * (count > 1)}" if count else ""
         missing.append(RefusedContender(each, f"left out{after}, {too_long}"))
     measured = [each for each in contenders if each.key in found]
-    training = {each.label: found[each.key] for each in measured if each.method not in NOT_AVERAGED}
+    training = {each.label: found[each.key] for each in measured if each.trains_alike}
     equivalence = check_equivalence(training)
     if checks:
         last = {launch.contender: launch for launch in launches}

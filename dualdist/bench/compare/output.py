@@ -48,12 +48,13 @@ COST: Mapping[str, str] = {
     "host MiB": "peak memory, maximum over ranks",
     "GPU MiB": "the same of GPUs",
     "TCP MiB/step": "what a rank sends over TCP, which shared memory does not use",
+    "sent MiB/step": "gradients that a rank gives to the reduction, as they are sent",
     "CPU ms/step": "sum over ranks",
 }
 CSV_COLUMNS = (
     *("contender", "label", "launcher", "backend", "transport", "round", "began", "step_s", "samples_per_s"),
-    *("startup_s", "init_s", "peak_bytes", "device_peak_bytes", "tcp_bytes_per_step", "cpu_s_per_step"),
-    *("foreign_cores", "first_loss", "last_loss", "digest", "error"),
+    *("startup_s", "init_s", "peak_bytes", "device_peak_bytes", "tcp_bytes_per_step", "sent_bytes_per_step"),
+    *("cpu_s_per_step", "foreign_cores", "first_loss", "last_loss", "digest", "error"),
 )
 
 
@@ -129,6 +130,7 @@ def _cost(contender: ContenderMetrics) -> tuple[str, ...]:
         _known(contender.peak_bytes, ".0f", 1 / 2**20),
         _known(contender.device_peak_bytes, ".0f", 1 / 2**20),
         _known(contender.tcp_bytes, ".2f", 1 / 2**20),
+        _known(contender.sent_bytes, ".3g", 1 / 2**20),
         _known(contender.cpu_s, ".1f", 1e3),
     )
 
@@ -166,7 +168,7 @@ def _csv_row(launch: Launch) -> dict[str, object]:
     first = launch.first
     row |= {name: getattr(first, name) for name in ("launcher", "backend", "transport", "digest")}
     row |= {name: getattr(launch, name) for name in ("startup_s", "init_s", "foreign_cores")}
-    of_step = {"tcp_bytes": "tcp_bytes_per_step", "cpu_s": "cpu_s_per_step"}
+    of_step = {name: f"{name}_per_step" for name in ("tcp_bytes", "sent_bytes", "cpu_s")}
     row |= {of_step.get(name, name): launch.over_ranks(name) for name in OVER_RANKS}
     row |= {"first_loss": launch.losses[0], "last_loss": launch.losses[-1]}
     if launch.steps:

@@ -14,6 +14,7 @@ from dualdist.backends import registry
 from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, read_launch
 from dualdist.bench.jobs import (
     BASELINES,
+    COMPRESSED,
     DUALDIST,
     FOREIGN,
     MeasurementSettings,
@@ -40,7 +41,7 @@ NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and para
 
 @dataclass(frozen=True)
 class Contender:
-    """A method, DUALDIST or one of BASELINES, on a configuration, launched as a job of its own.
+    """A method, DUALDIST, one of BASELINES or a compression, on a configuration, launched as a job of its own.
 
     `slowdown` stretches its steps; `copy` distinguishes the repetitions of --self-check. If `is_ordered`, it is the
     check of a candidate: a short launch with reduction="ordered", which is not timed.
@@ -62,11 +63,17 @@ class Contender:
         return not self.is_baseline and not self.copy and not self.is_ordered
 
     @property
+    def trains_alike(self) -> bool:
+        """Return True if it must train the same model as the others."""
+        return self.method not in NOT_AVERAGED and COMPRESSED.fullmatch(self.method) is None
+
+    @property
     def label(self) -> str:
         """Return the name used in tables and sentences."""
         if self.method in NOT_AVERAGED:
             return BASELINES[self.method]
         again = ", ordered sums" if self.is_ordered else ", again" if self.copy else ""
+        again = f", {self.method}" if COMPRESSED.fullmatch(self.method) else again
         remark = f", slowed by {100 * (self.slowdown - 1):.3g}%" if self.slowdown > 1 else again
         return replace(self.config, backend=BASELINES.get(self.method, self.config.backend)).describe(remark)
 

@@ -18,19 +18,13 @@ from torch import nn
 import dualdist as dd
 from dualdist import session
 from dualdist.backends import registry
-from dualdist.bench.jobs import (
-    DUALDIST,
-    SHARDED_DUALDIST,
-    TORCH_METHODS,
-    AllreduceOptions,
-    StepOptions,
-    TrainOptions,
-)
+from dualdist.bench.jobs import TORCH_METHODS, AllreduceOptions, StepOptions, TrainOptions
 from dualdist.bench.ranks import training
 from dualdist.bench.ranks.cold_start import RAW_LIBRARIES, Library
 from dualdist.bench.ranks.training import (
     Trainer,
     TrainingCase,
+    is_by_dualdist,
     make_case,
     make_trainer,
     step_case,
@@ -47,7 +41,6 @@ from dualdist.utils.machine import CpuUse, peak_kib, read_cpu, reset_peak, resid
 MIN_STEPS, MAX_STEPS = 3, 50
 # DDP rebuilds its buckets after the first step, and allocators reach their peak in the second.
 MEMORY_STEPS = 5
-NEEDS_SESSION = (DUALDIST, SHARDED_DUALDIST, "hvd")  # raw Horovod needs its engine started, under any launcher
 MAX_REPEATS = 1000
 WARMUP_CALLS = 2
 ELEMENT_BYTES = 4  # float32
@@ -161,6 +154,7 @@ def measure_steps(options: StepOptions) -> dict[str, Any]:
             "parameters": sum(parameter.numel() for parameter in parameters),
             "tensors": len(parameters),
             "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            "sent_bytes": {each.method: each.sent_bytes() for each in trainers},
             **_compare_parameters(trainers),
         }
 
@@ -194,14 +188,15 @@ def measure_memory(backend: str, options: StepOptions, topology: Topology, store
     (method,) = options.contenders
     cuda = torch.cuda.is_available() and options.device != "cpu"
     step_case(options, torch.device("cpu"), topology.rank)  # imports what the model needs
-    if registry.uses_library(backend, registry.HOROVOD_LIBRARY) and method in NEEDS_SESSION:
+    needs_session = is_by_dualdist(method) or method == "hvd"  # of which the engine is started under any launcher
+    if registry.uses_library(backend, registry.HOROVOD_LIBRARY) and needs_session:
         training.load_horovod()
     training.load_torch_sharding()  # for all, as it imports much that others import later
     could_reset = reset_peak()
     before = resident_kib()
     device = torch.device("cuda", topology.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     with ExitStack() as stack:
-        if method in NEEDS_SESSION:
+        if needs_session:
             dd.init(timeout_s=options.timeout_s)
             stack.callback(dd.shutdown)
             device = dd.device()
@@ -288,7 +283,7 @@ def train(options: TrainOptions, folder: Path, start_time: float) -> dict[str, A
                     pass
             recorder.step(loss)
             number += 1
-        recorder.write(trainer.model.parameters())
+        recorder.write(trainer.model.parameters(), trainer.sent_bytes())
     if not options.sizes:
         return None
     sweep = AllreduceOptions(options.sizes, ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S, options.device, options.timeout_s)

@@ -17,7 +17,8 @@ from torch import nn
 
 import dualdist as dd
 from dualdist import c10d
-from dualdist.bench.jobs import DUALDIST, OPTIMIZERS, SHARDED_DUALDIST, StepOptions, TrainOptions
+from dualdist.bench.jobs import COMPRESSED, DUALDIST, OPTIMIZERS, SHARDED_DUALDIST, StepOptions, TrainOptions
+from dualdist.ddp.optimizer import get_sent_bytes
 
 CLASSES = 10
 MLP_LAYERS, MLP_WIDTH = 100, 64
@@ -133,11 +134,15 @@ MAKERS: dict[str, Maker] = {
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model that is trained by a method, and `step`, which trains it on a batch and returns the loss."""
+    """A model that is trained by a method, and `step`, which trains it on a batch and returns the loss.
+
+    `sent_bytes` returns how many bytes of gradients this rank gave to the reduction in the last step.
+    """
 
     method: str
     model: nn.Module
     step: Callable[[TrainingCase], torch.Tensor]
+    sent_bytes: Callable[[], int]
 
 
 def make_trainer(method: str, case: TrainingCase, device: torch.device, optimizer_name: str = OPTIMIZERS[0]) -> Trainer:
@@ -151,8 +156,10 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device, optimize
         optimizer: Any = load_torch_sharding()[0](module.parameters(), kind, **options)
     else:
         optimizer = kind(module.parameters(), **options)
-    if method in (DUALDIST, SHARDED_DUALDIST):
-        dd.wrap_optimizer(optimizer, module.named_parameters(), shard=method == SHARDED_DUALDIST)
+    if is_by_dualdist(method):
+        compression = method if COMPRESSED.fullmatch(method) else None
+        named, shard = module.named_parameters(), method == SHARDED_DUALDIST
+        dd.wrap_optimizer(optimizer, named, compression=compression, shard=shard)
     elif method == "hvd":
         optimizer = load_horovod().DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
 
@@ -165,7 +172,17 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device, optimize
         optimizer.step()
         return loss.detach()
 
-    return Trainer(method, module, step)
+    def sent_bytes() -> int:
+        if is_by_dualdist(method):
+            return get_sent_bytes([optimizer])
+        return 0 if method == "none" else sum(each.nbytes for each in module.parameters() if each.requires_grad)
+
+    return Trainer(method, module, step, sent_bytes)
+
+
+def is_by_dualdist(method: str) -> bool:
+    """Return True if dualdist reduces the gradients."""
+    return method in (DUALDIST, SHARDED_DUALDIST) or COMPRESSED.fullmatch(method) is not None
 
 
 def _ddp(model: nn.Module, device: torch.device, method: str) -> nn.Module:
