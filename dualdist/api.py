@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from dualdist import session
 from dualdist.collectives.arguments import as_path, require_flags
 from dualdist.collectives.dynamo import disable_compile
-from dualdist.utils.suggest import explain_keywords
+from dualdist.utils.suggest import explain_calls
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
 SAVER = "checkpoints"  # key in a session's extras
 
 
-@explain_keywords
+@explain_calls
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Initialize dualdist: join the job, choose a backend and make this rank's GPU the current device.
 
