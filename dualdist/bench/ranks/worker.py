@@ -25,6 +25,7 @@ Report = dict[str, Any]
 OPTIONS: dict[str, type[Any]] = {
     "step": StepOptions,
     "allreduce": AllreduceOptions,
+    "sum": AllreduceOptions,
     "memory": StepOptions,
     "train": TrainOptions,
 }
@@ -59,6 +60,8 @@ def _measure(measurement: str, options: Any, path: Path) -> None:
         write_atomically(path.with_suffix(f".{topology.rank}.json"), json.dumps(report))
     elif measurement == "step":
         _measure_in_session(measurements.measure_steps, options, path)
+    elif measurement == "sum":
+        _measure_in_session(measurements.check_sum, options, path)
     elif measurement == "allreduce":
         _measure_in_session(measurements.measure_allreduces, options, path)
     else:
