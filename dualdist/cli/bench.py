@@ -34,11 +34,11 @@ from dualdist.bench.report import dump_json, failure_table, format_command, make
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare import INTERRUPTED, check_minimum, find_facts
 from dualdist.cli.help_formatter import add_help, add_list, set_completions
-from dualdist.cli.output_file import check_writable, write_json
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.execute import find_site
 from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
+from dualdist.utils.output_file import check_writable, write_json
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.suggest import require_choice
 

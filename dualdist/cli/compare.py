@@ -33,7 +33,6 @@ from dualdist.bench.report import (
     print_report,
 )
 from dualdist.cli.help_formatter import set_completions
-from dualdist.cli.output_file import check_writable, write_json
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import SLURM_JOB, THREADS, threads_per_rank
@@ -43,6 +42,7 @@ from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
 from dualdist.rendezvous import backend_selection
 from dualdist.utils.machine import usable_cores, versions
+from dualdist.utils.output_file import check_writable, write_json
 from dualdist.utils.package_probe import probe_torch
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.suggest import require_choice

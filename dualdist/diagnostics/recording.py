@@ -22,6 +22,7 @@ import torch
 from dualdist.collectives.consistency import digest
 from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
+from dualdist.utils.output_file import write_atomically
 
 FOLDER = "/proc/self/fd"
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked is at byte 120, since Linux 4.1.
@@ -130,10 +131,7 @@ class Recorder:
             "machine_s": None if cpu is None else cpu.machine_s,
             "own_s": None if cpu is None else cpu.own_s,
         }
-        draft = self.plan.path.with_suffix(f".{os.getpid()}")
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(record))
-        draft.replace(self.plan.path)
+        write_atomically(self.plan.path, json.dumps(record))
 
     def attach(self, optimizer: torch.optim.Optimizer, reduction: str | None = None) -> None:
         """Record this optimizer's steps; if the program wraps several optimizers, those of the first.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
-from dualdist.diagnostics.trace_format import TIMELINE, find_write_problem
+from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.environments.env_values import get_value
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import parse_mpi_version
@@ -27,6 +27,7 @@ from dualdist.topology import Topology
 from dualdist.utils.extension import built_for
 from dualdist.utils.machine import CORE, affinity_cores, core_language, package_version, quota_cores
 from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
+from dualdist.utils.output_file import find_write_problem
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_probe, run_tool
 from dualdist.version import __version__
 

@@ -19,6 +19,7 @@ from dualdist.backends.registry import AUTO, HOROVOD, MPI, NATIVE, SINGLE
 from dualdist.errors import TopologyError, UsageError
 from dualdist.topology import Topology
 from dualdist.utils.machine import device_name, machine, machine_cores
+from dualdist.utils.output_file import write_atomically
 from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
@@ -174,11 +175,9 @@ def save_choices(path: Path, choices: Sequence[SavedChoice]) -> None:
     """Add choices to a file, replacing those for the same conditions; raise UsageError if it cannot be written."""
     replaced = {choice.conditions for choice in choices}
     content = [*(choice for choice in load_choices(path) if choice.conditions not in replaced), *choices]
-    draft = path.with_suffix(f".{os.getpid()}")
+    text = json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in content]}, indent=1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in content]}, indent=1) + "\n")
-        draft.replace(path)
+        write_atomically(path, f"{text}\n")
     except OSError as error:
         raise UsageError(f"{path}: the choice cannot be saved ({error.strerror}); set {CONFIG} to a folder") from error
 

@@ -55,11 +55,11 @@ from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
-from dualdist.cli.output_file import check_writable
 from dualdist.diagnostics.recording import Recorder, RecordingPlan
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
 from dualdist.utils.machine import CpuUse
+from dualdist.utils.output_file import check_writable
 
 SITE = Site("/v/python", {"torchrun": "/v/torchrun", "mpirun": "/v/mpirun"}, "/v", "openmpi4")
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import dualdist as dd
 from dualdist.bench.jobs import AllreduceOptions, StepOptions, TrainOptions
-from dualdist.bench.report import write_atomically
 from dualdist.environments import detect
 from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
+from dualdist.utils.output_file import write_atomically
 
 Report = dict[str, Any]
 OPTIONS: dict[str, type[Any]] = {

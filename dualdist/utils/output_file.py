@@ -1,4 +1,4 @@
-"""The files that --json and --csv name: checked before the work begins, written when it is done."""
+"""Output files: checked before the work begins, and written in one piece when it is done."""
 
 import os
 import sys
@@ -28,3 +28,23 @@ def write_json(where: str | None, text: str) -> None:
         except OSError as error:
             reason = f"cannot write it ({error.strerror})"
             raise UsageError(f"--json {where}: {reason}; name another file, or - for stdout") from error
+
+
+def find_write_problem(path: Path) -> str:
+    """Return the reason why this host cannot write the file, "" if it can."""
+    if path.is_dir():
+        return "it is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file, and the folder that it is in, so that readers see all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
