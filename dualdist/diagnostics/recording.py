@@ -29,13 +29,8 @@ FOLDER = "/proc/self/fd"
 INFO_BYTES, ACKED_AT, ACKED = 128, 120, "=Q"
 
 
-def tcp_bytes_sent() -> int | None:
-    """Return the acknowledged bytes of all open TCP connections, or None if the system does not count them.
-
-    Shared memory, InfiniBand and NVLink are not included.
-    """
-    if not os.path.isdir(FOLDER) or not hasattr(socket, "TCP_INFO"):
-        return None
+def tcp_bytes_sent() -> int:
+    """Return the acknowledged bytes of all open TCP connections; not those of shared memory, InfiniBand and NVLink."""
     total = 0
     for name in os.listdir(FOLDER):
         with contextlib.suppress(OSError):  # closed since, or not a socket of TCP
@@ -78,7 +73,7 @@ class Recorder:
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     _reduction: str | None = None  # that the program asked for itself
     _depth: int = 0  # of nested step() calls
-    _at_warm: tuple[int | None, Any] = (None, None)
+    _at_warm: tuple[int, Any] = (0, None)
     _is_written: bool = False
 
     @property
@@ -108,7 +103,6 @@ class Recorder:
         sent_before, cpu_before = self._at_warm
         sent, timed = tcp_bytes_sent(), max(0, len(self._ends) - self.plan.warmup)
         cpu = None if cpu_before is None else CpuUse.between(cpu_before, read_cpu())
-        is_known = sent is not None and sent_before is not None and timed > 0
         parameters = list(parameters)
         record = {
             **self.run,
@@ -125,12 +119,13 @@ class Recorder:
             "rounding": coarsest_eps(parameters),
             "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
-            "tcp_bytes": max(0, (sent or 0) - (sent_before or 0)) / timed if is_known else None,
+            "tcp_bytes": max(0, sent - sent_before) / timed if cpu is not None and timed else None,
             "cpu_s": cpu.own_s / timed if cpu is not None and timed else None,
             "window_s": None if cpu is None else cpu.window_s,
             "machine_s": None if cpu is None else cpu.machine_s,
             "own_s": None if cpu is None else cpu.own_s,
         }
+        self.plan.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.plan.path, json.dumps(record))
 
     def attach(self, optimizer: torch.optim.Optimizer, reduction: str | None = None) -> None:

@@ -1,6 +1,5 @@
 """The facts that the checks judge: this host, this Python's packages, and the MPIs on PATH; no job is started."""
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -11,7 +10,6 @@ import shutil
 import socket
 import sys
 import sysconfig
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -26,7 +24,7 @@ from dualdist.launch.job import Mpi
 from dualdist.topology import Topology
 from dualdist.utils.extension import built_for
 from dualdist.utils.machine import CORE, affinity_cores, core_language, package_version, quota_cores
-from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
+from dualdist.utils.network_interfaces import list_interfaces
 from dualdist.utils.output_file import find_write_problem
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_probe, run_tool
 from dualdist.version import __version__
@@ -67,7 +65,7 @@ class HostFacts:
 
     `cores` are in this process's affinity mask, `cpu_quota` is the cgroup's, `shm_free` is in bytes (None without
     /dev/shm), `gpus` counts those of NVIDIA's driver, visible or not. `address` is that of the host's own name, "" if
-    unresolved; `resolve_s` and `reverse_lookup_s` are the seconds of looking up the name and the address.
+    unresolved.
     """
 
     name: str
@@ -81,8 +79,6 @@ class HostFacts:
     gpus: int = 0
     interfaces: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
-    resolve_s: float = 0.0
-    reverse_lookup_s: float = 0.0
     versions: Mapping[str, str | None] = field(default_factory=dict)
     python: str = ""
 
@@ -178,9 +174,6 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
 def collect_host_facts() -> HostFacts:
     """Return the facts about this host and the limits of this process."""
     name = socket.gethostname()
-    start = time.monotonic()
-    address = resolve(name)
-    resolve_s = time.monotonic() - start
     return HostFacts(
         name=name,
         cores=affinity_cores(),
@@ -192,9 +185,7 @@ def collect_host_facts() -> HostFacts:
         infiniband=tuple(_list(INFINIBAND)),
         gpus=len(_list(GPUS)),
         interfaces=list_interfaces(),
-        address=address,
-        resolve_s=round(resolve_s, 3),
-        reverse_lookup_s=round(_time_reverse_lookup(address), 3),
+        address=resolve(name),
         versions=installed_versions(),
         python=sys.executable,
     )
@@ -219,17 +210,6 @@ def resolve(name: str) -> str:
         return socket.gethostbyname(name)
     except (OSError, UnicodeError):
         return ""
-
-
-def _time_reverse_lookup(address: str) -> float:
-    """Return the seconds of the reverse lookup that torch's TCPStore does for every client.
-
-    The store sees IPv4 clients as IPv6-mapped addresses, which /etc/hosts lacks, so name servers are queried.
-    """
-    start = time.monotonic()
-    with contextlib.suppress(OSError):
-        socket.getnameinfo((f"::ffff:{address or LOOPBACK}", 0), 0)
-    return time.monotonic() - start
 
 
 def _limit(kind: int) -> tuple[int, int]:

@@ -163,7 +163,7 @@ def _identify(pid: int) -> ProcessIdentity:
 
 def _register_dump() -> int:
     """Return a new file descriptor to which stacks are dumped, or NO_DUMP."""
-    if sys.platform != "linux" or signal.getsignal(_dump_signal()) is not signal.SIG_DFL:
+    if signal.getsignal(_dump_signal()) is not signal.SIG_DFL:
         return NO_DUMP
     try:
         file = os.memfd_create("dualdist-stacks")

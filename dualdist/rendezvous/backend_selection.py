@@ -177,6 +177,7 @@ def save_choices(path: Path, choices: Sequence[SavedChoice]) -> None:
     content = [*(choice for choice in load_choices(path) if choice.conditions not in replaced), *choices]
     text = json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in content]}, indent=1)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, f"{text}\n")
     except OSError as error:
         raise UsageError(f"{path}: the choice cannot be saved ({error.strerror}); set {CONFIG} to a folder") from error

@@ -40,8 +40,7 @@ def find_write_problem(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file, and the folder that it is in, so that readers see all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file in a folder that exists, so that readers see all of it or none."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         draft.write_text(text)

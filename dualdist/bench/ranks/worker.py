@@ -86,6 +86,7 @@ def _measure_in_session(measure: Callable[[Any], Report | None], options: Any, p
     finally:
         dd.shutdown()
     if found is not None and is_root:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({**found, "options": asdict(options), **run}))
 
 
