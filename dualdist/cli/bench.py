@@ -124,7 +124,6 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
         if name == "scale"
         else "as native,horovod:mpi (default: all usable)",
     )
-    add("--transport", metavar="T", help="of the backends that are given without one")
     if name != "startup":  # each raw library needs a specific launcher
         add("--launcher", metavar="L", help=f"of {', '.join(LAUNCHERS)} (default: mpirun for MPI, else torchrun)")
     add("--rounds", type=int, default=rounds, metavar="N", help=f"samples of each contender (default: {rounds})")
@@ -261,7 +260,7 @@ def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_r
 
     Benchmarks of the raw libraries too are for the backends over those that cold_start.py describes.
     """
-    configs = parse_configs(args.backend or ",".join(registry.names()), args.transport, args.launcher)
+    configs = parse_configs(args.backend or ",".join(registry.names()), args.launcher)
     without_raw = [each for each in configs if needs_raw and registry.get(each.backend).library not in RAW_LIBRARIES]
     if args.backend is not None:
         for each in without_raw:

@@ -20,9 +20,9 @@ from dualdist.doctor.checks.hosts import HostReport
 from dualdist.doctor.facts import HostFacts, collect_host_facts, resolve
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
-from dualdist.launch.host_peer import HostPeer, start_peer
 from dualdist.launch.hosts import SAME_ADDRESS, is_local_host
 from dualdist.launch.job import Host, Site
+from dualdist.launch.ssh import HostPeer, start_peer
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import failure_reason
 from dualdist.version import __version__

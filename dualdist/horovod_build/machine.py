@@ -17,7 +17,7 @@ from dualdist.errors import BuildError
 from dualdist.utils.machine import memory_limit, package_version, usable_cores
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_tool
 
-HOROVOD_VERSION = "0.28.1"
+HOROVOD_VERSION = "0.28.1"  # the last release, which the patches are for
 # Measured on Horovod 0.28.1: the unpacked sdist and its objects take 0.3 GB, a CUDA build several times that.
 WORK_GB = 3.0
 CACHE_GB = 0.2
@@ -103,7 +103,6 @@ class BuildMachine:
 class BuildOptions:
     """The command-line options; `jobs` is None for as many as processors and memory allow."""
 
-    version: str = HOROVOD_VERSION
     gpu: bool = False
     mpi: bool = True
     force: bool = False

@@ -19,8 +19,8 @@ from typing import Any
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
-from dualdist.launch.host_peer import start_peer
 from dualdist.launch.job import Host, RendezvousAddress, Site
+from dualdist.launch.ssh import start_peer
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.machine import usable_cores
 from dualdist.utils.network_interfaces import failure_reason, list_interfaces

@@ -156,7 +156,7 @@ def test_an_archive_of_torchscript_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-00000001.pt"
     torch.jit.save(torch.jit.script(Script()), path)  # type: ignore[no-untyped-call]
     sealed(path, path.read_bytes())
-    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused by torch\.load\(weights_only=True\): .*TorchScript"):
+    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused by torch\.load.*TorchScript"):
         read(path, FileProgress())
 
 

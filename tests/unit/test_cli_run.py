@@ -14,9 +14,9 @@ import pytest
 from dualdist.cli import main
 from dualdist.cli.run import program_words, shell_line, shell_lines
 from dualdist.launch.env_defaults import allocated_tasks, cpus_per_task, default_launcher
-from dualdist.launch.host_peer import start_peer
 from dualdist.launch.job import Command, Site
 from dualdist.launch.processes import termination_raises
+from dualdist.launch.ssh import start_peer
 
 FACE = ("-m", "dualdist.hvd")
 

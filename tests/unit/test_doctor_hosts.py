@@ -16,8 +16,8 @@ from doctor_facts import HOST, VERSIONS
 from dualdist.doctor.checks.hosts import HostReport, find
 from dualdist.doctor.hosts import connect, drop_own_addresses, parse_greeting, strip_user
 from dualdist.errors import LaunchError
-from dualdist.launch.host_peer import HostPeer
 from dualdist.launch.job import Site
+from dualdist.launch.ssh import HostPeer
 from dualdist.utils.deadline import Deadline
 from dualdist.version import __version__
 
