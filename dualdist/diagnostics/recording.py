@@ -104,6 +104,8 @@ class Recorder:
         sent, timed = tcp_bytes_sent(), max(0, len(self._ends) - self.plan.warmup)
         cpu = None if cpu_before is None else CpuUse.between(cpu_before, read_cpu())
         parameters = list(parameters)
+        # The largest machine epsilon of the parameters' dtypes.
+        rounding = max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)
         record = {
             **self.run,
             "began": self.began,
@@ -116,7 +118,7 @@ class Recorder:
             "reduction": self._reduction,
             "start": self._start,
             "sample": sample_parameters(parameters),
-            "rounding": coarsest_eps(parameters),
+            "rounding": rounding,
             "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             "tcp_bytes": max(0, sent - sent_before) / timed if cpu is not None and timed else None,
@@ -207,8 +209,3 @@ def sample_parameters(parameters: Iterable[torch.Tensor]) -> list[float]:
     tensors = [parameter.detach().reshape(-1) for parameter in parameters]
     stride = max(1, sum(tensor.numel() for tensor in tensors) // SAMPLE)
     return [float(value) for tensor in tensors for value in tensor[::stride][:SAMPLE].cpu().double()]
-
-
-def coarsest_eps(parameters: Iterable[torch.Tensor]) -> float:
-    """Return the largest machine epsilon of the parameters' dtypes."""
-    return max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)

@@ -232,6 +232,7 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
     cxx = _compiler(path, environ)
     cmake = shutil.which("cmake", path=path)
     work_dir, cache_dir = tempfile.gettempdir(), cache_folder(environ)
+    missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
     return BuildMachine(
         python=sys.executable,
         python_version=sys.version_info[:2],
@@ -241,7 +242,7 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
         arch_flags=_arch_flags(),
         torch=torch,
         torch_cxx_standard=0 if isinstance(torch, str) else required_standard(Path(torch.headers)),
-        missing_packages=_missing_packages(),
+        missing_packages=tuple(PACKAGE_NAMES.get(name, name) for name in missing),
         setuptools=package_version("setuptools"),
         cxx=cxx,
         cxx_standards=tuple(n for n in CXX_STANDARDS if cxx and _accepts(cxx, n)),
@@ -396,7 +397,3 @@ def _free_gb(folder: Path) -> float:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free / 1e9
-
-
-def _missing_packages() -> tuple[str, ...]:
-    return tuple(PACKAGE_NAMES.get(name, name) for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None)

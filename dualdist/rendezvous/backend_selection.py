@@ -38,7 +38,8 @@ Print = Callable[[str], None]  # prints a line to the user
 
 def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -> str:
     """Return `value` if it is one of the choices, of which "" stands for none; else raise UsageError."""
-    if value not in choices and what == "backend" and (owners := _backends_over(value)):
+    owners = [name for name, transports in registry.backend_transports().items() if value in transports]
+    if value not in choices and what == "backend" and owners:
         raise UsageError(
             f"{value!r} is a transport, of {' and '.join(owners)}, and no backend: type dd.init({owners[0]!r}), which "
             f"takes the fastest transport, or insist on this one by {TRANSPORT}={value}"
@@ -46,10 +47,6 @@ def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -
     if value not in choices:
         require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
     return value
-
-
-def _backends_over(transport: str) -> list[str]:
-    return [name for name, transports in registry.backend_transports().items() if transport in transports]
 
 
 def select_device(topology: Topology | None) -> torch.device:
