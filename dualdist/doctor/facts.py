@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
-from dualdist.diagnostics.trace_format import TIMELINE
-from dualdist.environments.env_values import get_value
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Mpi
@@ -25,7 +23,6 @@ from dualdist.topology import Topology
 from dualdist.utils.extension import built_for
 from dualdist.utils.machine import CORE, affinity_cores, core_language, package_version, quota_cores
 from dualdist.utils.network_interfaces import list_interfaces
-from dualdist.utils.output_file import find_write_problem
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_probe, run_tool
 from dualdist.version import __version__
 
@@ -114,7 +111,7 @@ class InstallationFacts:
 
     `python_on_path` is the `python` of PATH unless it is this one, "" for none. `torch` and `mpi4py` are error messages
     if the packages cannot be imported. `torchvision_requires` is the torch version that torchvision pins.
-    `timeline_error` says why DUALDIST_TIMELINE cannot be written, `core_built_for` lists versions of torch.
+    `core_built_for` lists versions of torch.
     """
 
     versions: Mapping[str, str | None]
@@ -129,7 +126,6 @@ class InstallationFacts:
     mpi_programs: tuple[MpiProgram, ...] = ()
     srun_mpi_types: tuple[str, ...] | None = None
     is_master_unresolved: bool = False
-    timeline_error: str = ""
     core_built_for: tuple[str, ...] = ()
 
     def mpi_program(self, name: str = "mpirun") -> MpiProgram | None:
@@ -152,7 +148,6 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
         srun = pool.submit(_srun_mpi_types, environ)
         master = pool.submit(lambda: topology is not None and topology.address and not resolve(topology.address))
         mpi_programs = pool.submit(_find_mpi_programs, environ)
-        timeline = get_value(environ, TIMELINE)
         return InstallationFacts(
             versions=versions,
             host=host.result(),
@@ -166,7 +161,6 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
             mpi_programs=mpi_programs.result(),
             srun_mpi_types=srun.result(),
             is_master_unresolved=bool(master.result()),
-            timeline_error=find_write_problem(Path(timeline).absolute()) if timeline else "",
             core_built_for=built_for(),
         )
 

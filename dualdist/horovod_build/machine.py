@@ -23,8 +23,6 @@ WORK_GB = 3.0
 CACHE_GB = 0.2
 # As in pyproject.toml, which says why.
 OLDEST_TORCH = (2, 8)
-# Horovod's setup.py downloads CMake 3.13 if it finds an older one.
-OLDEST_CMAKE = (3, 13)
 # Builds without a pyproject.toml may import pkg_resources, which later setuptools lack.
 LAST_SETUPTOOLS = 80
 # Modules that Horovod needs, besides torch, to build and to run, and the packages with other names.
@@ -32,7 +30,6 @@ REQUIRED_MODULES = ("pip", "setuptools", "wheel", "packaging", "cffi", "cloudpic
 PACKAGE_NAMES = {"setuptools": "'setuptools<81'", "yaml": "pyyaml"}
 # Memory to compile one file that includes torch's headers.
 GB_PER_JOB = 1.5
-CXX_STANDARDS = (17, 20, 23)
 ARCH_FLAGS = ("f16c", "avx", "fma")
 # The headers that check the C++ standard: `#if ... __cplusplus < 201703L`.
 HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
@@ -71,7 +68,7 @@ class BuildMachine:
     """The machine before a build; None for what was not found.
 
     `torch` and `mpi` are error messages where they cannot be used. `torch_cxx_standard` is the C++ standard, such as
-    17, that torch's headers require; `cxx_standards` are those that the compiler supports.
+    17, that torch's headers require.
     """
 
     python: str
@@ -85,10 +82,7 @@ class BuildMachine:
     missing_packages: tuple[str, ...]
     setuptools: str | None
     cxx: str | None
-    cxx_standards: tuple[int, ...]
-    make: str | None
     cmake: str | None
-    cmake_version: tuple[int, ...]
     mpi: MpiInstallation | str
     cuda: CudaToolkit | None
     nccl: NcclInstallation | None
@@ -162,20 +156,8 @@ def _check_tools(machine: BuildMachine) -> None:
             "no C++ compiler found (c++ on PATH, or the variable CXX); install one (Debian: apt-get install g++; "
             "Fedora: dnf install gcc-c++; on a cluster: module load gcc)"
         )
-    if machine.torch_cxx_standard not in machine.cxx_standards:
-        raise BuildError(
-            f"torch's headers require C++{machine.torch_cxx_standard}, which {machine.cxx} does not support; "
-            "use a newer compiler: CXX=/path/to/g++ dualdist install-horovod, or module load gcc"
-        )
-    if machine.make is None:
-        raise BuildError("make not found on PATH; install it (Debian: apt-get install make)")
     if machine.cmake is None:
         raise BuildError(f"cmake not found on PATH; type: {_pip(machine)} cmake")
-    if machine.cmake_version < OLDEST_CMAKE:
-        version = ".".join(map(str, machine.cmake_version)) or "of unknown version"
-        raise BuildError(
-            f"cmake {version} at {machine.cmake} is too old, expected 3.13 or newer: {_pip(machine)} --upgrade cmake"
-        )
 
 
 def require_mpi(machine: BuildMachine) -> MpiInstallation:
@@ -230,7 +212,6 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
     path = search_path(environ)
     torch = probe_torch(environ)
     cxx = _compiler(path, environ)
-    cmake = shutil.which("cmake", path=path)
     work_dir, cache_dir = tempfile.gettempdir(), cache_folder(environ)
     missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
     return BuildMachine(
@@ -245,10 +226,7 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
         missing_packages=tuple(PACKAGE_NAMES.get(name, name) for name in missing),
         setuptools=package_version("setuptools"),
         cxx=cxx,
-        cxx_standards=tuple(n for n in CXX_STANDARDS if cxx and _accepts(cxx, n)),
-        make=shutil.which("make", path=path),
-        cmake=cmake,
-        cmake_version=_cmake_version(cmake),
+        cmake=shutil.which("cmake", path=path),
         mpi=_mpi(path, environ),
         cuda=_cuda(path, environ),
         nccl=_nccl(environ),
@@ -328,19 +306,6 @@ def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
     if named:
         return named if shutil.which(shlex.split(named)[0], path=path) else None
     return shutil.which("c++", path=path) or shutil.which("g++", path=path)
-
-
-def _accepts(cxx: str, standard: int) -> bool:
-    code, _ = run_tool([*shlex.split(cxx), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", os.devnull])
-    return code == 0
-
-
-def _cmake_version(cmake: str | None) -> tuple[int, ...]:
-    if cmake is None:
-        return ()
-    _, output = run_tool([cmake, "--version"])
-    found = re.search(r"cmake version (\d+)\.(\d+)", output)
-    return (int(found[1]), int(found[2])) if found else ()
 
 
 def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
