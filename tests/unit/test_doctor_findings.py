@@ -231,7 +231,6 @@ def test_srun_mpi_types_are_parsed(output: str, types: tuple[str, ...] | None) -
 SRUN = recorded("slurm_srun-none_N2x2")
 ON_TWO_NODES, ONE_TASK = recorded("slurm_sbatch_openmpi4"), recorded("slurm_srun_of_one_in_salloc_of_four_more")
 ONE_GPU = replace(GPUS, torch=replace(GPUS.torch, gpus=1))
-NO_MPI = with_versions(replace(with_horovod(mpi=False), mpi4py=None), mpi4py=None)
 NO_PMIX = with_facts(srun_mpi_types=("none", "pmi2"))
 BRIDGED = with_host(interfaces={"eth0": "10.0.0.1", "docker0": "172.17.0.1"})
 BUSY = with_host(cores=4, total_cores=4)
