@@ -1,5 +1,6 @@
 """The facts that the checks judge: this host, this Python's packages, and the MPIs on PATH; no job is started."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import shutil
 import socket
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,7 +24,7 @@ from dualdist.launch.job import Mpi
 from dualdist.topology import Topology
 from dualdist.utils.extension import built_for
 from dualdist.utils.machine import CORE, affinity_cores, core_language, package_version, quota_cores
-from dualdist.utils.network_interfaces import list_interfaces
+from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_probe, run_tool
 from dualdist.version import __version__
 
@@ -62,7 +64,7 @@ class HostFacts:
 
     `cores` are in this process's affinity mask, `cpu_quota` is the cgroup's, `shm_free` is in bytes (None without
     /dev/shm), `gpus` counts those of NVIDIA's driver, visible or not. `address` is that of the host's own name, "" if
-    unresolved.
+    unresolved; `reverse_lookup_s` are the seconds of the lookup from that address to a name.
     """
 
     name: str
@@ -76,6 +78,7 @@ class HostFacts:
     gpus: int = 0
     interfaces: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
+    reverse_lookup_s: float = 0.0
     versions: Mapping[str, str | None] = field(default_factory=dict)
     python: str = ""
 
@@ -168,6 +171,7 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
 def collect_host_facts() -> HostFacts:
     """Return the facts about this host and the limits of this process."""
     name = socket.gethostname()
+    address = resolve(name)
     return HostFacts(
         name=name,
         cores=affinity_cores(),
@@ -179,7 +183,8 @@ def collect_host_facts() -> HostFacts:
         infiniband=tuple(_list(INFINIBAND)),
         gpus=len(_list(GPUS)),
         interfaces=list_interfaces(),
-        address=resolve(name),
+        address=address,
+        reverse_lookup_s=round(_time_reverse_lookup(address), 3),
         versions=installed_versions(),
         python=sys.executable,
     )
@@ -204,6 +209,17 @@ def resolve(name: str) -> str:
         return socket.gethostbyname(name)
     except (OSError, UnicodeError):
         return ""
+
+
+def _time_reverse_lookup(address: str) -> float:
+    """Return the seconds of the reverse lookup that torch's TCPStore does for every client.
+
+    The store sees IPv4 clients as IPv6-mapped addresses, which /etc/hosts lacks, so name servers are queried.
+    """
+    start = time.monotonic()
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((f"::ffff:{address or LOOPBACK}", 0), 0)
+    return time.monotonic() - start
 
 
 def _limit(kind: int) -> tuple[int, int]:

@@ -285,6 +285,8 @@ JOBS = [
     ("a name that is loopback", with_host(address="127.0.1.1"), {}, None, {}),
     ("a name that is loopback, on two nodes", with_host(address="127.0.1.1"), SRUN, None,
      {"hostname-is-loopback": "warning"}),
+    ("a name server that does not answer", with_host(reverse_lookup_s=5.0), {}, None,
+     {"reverse-lookup-slow": "warning"}),
     ("an interface that is not there", FACTS, {"GLOO_SOCKET_IFNAME": "ib0"}, None, {"interface-missing": "error"}),
     ("interfaces of which one is not there", FACTS, {"GLOO_SOCKET_IFNAME": "eth0,ib0"}, None,
      {"interface-missing": "error"}),

@@ -7,7 +7,9 @@ from dualdist.doctor.checks import DoctorContext, Finding, error, info, warning
 from dualdist.doctor.facts import HostFacts
 from dualdist.environments.env_values import get_value
 from dualdist.launch.env_defaults import INTERFACE_VARIABLES
+from dualdist.utils.network_interfaces import LOOPBACK
 
+SLOW_LOOKUP_S = 1.0
 # Bridges of containers and virtual machines have the same address on every host, and none leads to another host.
 # Docker names its networks' bridges br- and twelve hexadecimal digits.
 BRIDGES = re.compile(r"docker|virbr|lxcbr|lxdbr|podman|cni|br-[0-9a-f]{12}$")
@@ -38,6 +40,13 @@ def check_hostname(host: HostFacts, *, is_multi_node: bool) -> Iterator[Finding]
             f"this host's own name, {host.name}, resolves to {host.address}",
             "torch's Gloo announces that address, which others cannot reach, unless given an interface, as by dualdist",
             f"give {host.name} its network address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
+        )
+    if host.reverse_lookup_s > SLOW_LOOKUP_S:
+        yield warning(
+            "reverse-lookup-slow",
+            f"the reverse lookup of {host.address or LOOPBACK} took {host.reverse_lookup_s:.1f} s",
+            "torch's TCPStore does one for each connecting rank, and serves no other rank meanwhile",
+            "remove unresponsive name servers from /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'",
         )
 
 
