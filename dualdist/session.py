@@ -115,7 +115,7 @@ def output_mode() -> str:
 
 
 def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_group: bool = True) -> None:
-    """Open the session; see dualdist.api.init. The native backend sets torch's default group up if told to."""
+    """Open the session; see dualdist.api.init. The native backend sets torch's default group up if asked to."""
     tracebacks.install_hooks(os.environ)
     if _process.session is not None:
         raise AlreadyInitializedError(

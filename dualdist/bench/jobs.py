@@ -1,7 +1,7 @@
 """Jobs of a benchmark: models and methods, options, where jobs run, their command lines, and their ranks' reports.
 
 Five terms are used throughout. A method is a way to reduce gradients, such as dualdist or DDP. A contender is what is
-timed against others: a method, in `dualdist compare` on a configuration of its own (backend, transport and launcher).
+timed against others: a method, in `dualdist compare` on its own configuration (backend, transport and launcher).
 A baseline is a contender without dualdist, or on one rank; a candidate is a contender that may be the fastest.
 """
 

@@ -101,7 +101,7 @@ def _find_launcher(variable: str, environ: Mapping[str, str]) -> str | None:
             if not inherited:
                 return f"{pid}-{fields[17]}"
             pid = int(parent)
-    return None  # hidden, or a container with processes of its own
+    return None  # hidden, or a container with its own processes
 
 
 def _listen(endpoint: Endpoint, topology: Topology, host: str) -> socket.socket:

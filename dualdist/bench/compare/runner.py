@@ -37,7 +37,7 @@ NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and para
 
 @dataclass(frozen=True)
 class Contender:
-    """A method, DUALDIST or one of BASELINES, on a configuration, launched as a job of its own.
+    """A method, DUALDIST or one of BASELINES, on a configuration, launched as a separate job.
 
     `slowdown` stretches its steps; `copy` distinguishes the repetitions of --self-check. If `is_ordered`, it is the
     check of a candidate: a short launch with reduction="ordered", which is not timed.
