@@ -521,8 +521,8 @@ def check_consistency(
 def slow_ranks(*, group: Group | None = None) -> SlowRanks:
     """Return statistics on which ranks the others waited for since the last call; every rank of the group calls this.
 
-    The first call starts the measurement; with DUALDIST_SLOW_RANKS=1 init() does, and rank 0 prints a table at the
-    end. Only waits of the host are counted, not those of a GPU's stream.
+    The first call starts the measurement; with DUALDIST_SLOW_RANKS=1 init() does, and rank 0 prints a table in
+    shutdown(). Only waits of the host are counted, not those of a GPU's stream.
 
     Args:
         group: a group of new_group(), or None for all ranks.

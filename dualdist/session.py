@@ -148,11 +148,9 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
     if environ.get(TIMELINE):
         _start_timeline(session, environ[TIMELINE])
     if environ.get(SLOW_RANKS, "0") not in ("", "0"):
-        from dualdist.diagnostics.stragglers import StragglerReport
+        from dualdist.diagnostics.stragglers import report_at_shutdown
 
-        report = StragglerReport(session)
-        session.close_callbacks.append(report)
-        atexit.register(report)  # for programs that end without shutdown()
+        report_at_shutdown(session)
     if plan is not None and _process.recorder is None:
         _process.recorder = _recorder(session, *plan, began)
 
