@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _measure(args.measurement, OPTIONS[args.measurement](**args.options), args.report)
     except DualdistError as error:
-        print(f"dualdist bench: {error}", file=sys.stderr, flush=True)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
