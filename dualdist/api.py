@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from dualdist import session
 from dualdist.collectives.arguments import as_path, require_flags
 from dualdist.collectives.dynamo import disable_compile
-from dualdist.utils.suggest import explain_keywords
+from dualdist.utils.suggest import explain_calls
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
 SAVER = "checkpoints"  # key in a session's extras
 
 
-@explain_keywords
+@explain_calls
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Initialize dualdist: join the job, choose a backend and make this rank's GPU the current device.
 
@@ -523,8 +523,8 @@ def check_consistency(
 def slow_ranks(*, group: Group | None = None) -> SlowRanks:
     """Return statistics on which ranks the others waited for since the last call; every rank of the group calls this.
 
-    The first call starts the measurement; with DUALDIST_SLOW_RANKS=1 init() does, and rank 0 prints a table at the
-    end. Only waits of the host are counted, not those of a GPU's stream.
+    The first call starts the measurement; with DUALDIST_SLOW_RANKS=1 init() does, and rank 0 prints a table in
+    shutdown(). Only waits of the host are counted, not those of a GPU's stream.
 
     Args:
         group: a group of new_group(), or None for all ranks.

@@ -115,7 +115,7 @@ def output_mode() -> str:
 
 
 def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_group: bool = True) -> None:
-    """Open the session; see dualdist.api.init. The native backend sets torch's default group up if told to."""
+    """Open the session; see dualdist.api.init. The native backend sets torch's default group up if asked to."""
     tracebacks.install_hooks(os.environ)
     if _process.session is not None:
         raise AlreadyInitializedError(
@@ -148,11 +148,9 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
     if environ.get(TIMELINE):
         _start_timeline(session, environ[TIMELINE])
     if environ.get(SLOW_RANKS, "0") not in ("", "0"):
-        from dualdist.diagnostics.stragglers import StragglerReport
+        from dualdist.diagnostics.stragglers import report_at_shutdown
 
-        report = StragglerReport(session)
-        session.close_callbacks.append(report)
-        atexit.register(report)  # for programs that end without shutdown()
+        report_at_shutdown(session)
     if plan is not None and _process.recorder is None:
         _process.recorder = _recorder(session, *plan, began)
 
@@ -167,17 +165,13 @@ def requested_choice(backend: str | None, environ: Mapping[str, str]) -> tuple[s
     return requested, transport
 
 
-def _has_shm(backend: str) -> bool:
-    spec = registry.find(backend)
-    return spec is not None and "shm" in spec.transports
-
-
 def open_as_requested(requested: str, config: SessionConfig) -> Session:
     """Open a session; raise UnsupportedError if it runs over another transport than the requested one."""
     session, transport = open_session(requested, config, _print_choice), config.transport
+    spec = registry.find(session.backend.name)
     # A single rank has nothing to share memory with.
-    is_single_shm = session.topology.size == 1 and transport == "shm" and _has_shm(session.backend.name)
-    if transport not in ("", session.backend.transport) and session.backend.transport != "none" and not is_single_shm:
+    is_single = session.topology.size == 1 and spec is not None and transport == "shm" and transport in spec.transports
+    if transport not in ("", session.backend.transport) and session.backend.transport != "none" and not is_single:
         session.close()
         raise UnsupportedError(
             f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "

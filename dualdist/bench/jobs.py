@@ -1,7 +1,7 @@
 """Jobs of a benchmark: models and methods, options, where jobs run, their command lines, and their ranks' reports.
 
 Five terms are used throughout. A method is a way to reduce gradients, such as dualdist or DDP. A contender is what is
-timed against others: a method, in `dualdist compare` on a configuration of its own (backend, transport and launcher).
+timed against others: a method, in `dualdist compare` on its own configuration (backend, transport and launcher).
 A baseline is a contender without dualdist, or on one rank; a candidate is a contender that may be the fastest.
 """
 
@@ -163,19 +163,18 @@ class RunConfig:
         return f"{self.backend}{over} ({self.launcher}{remark})"
 
 
-def parse_configs(text: str, transport: str | None, launcher: str | None) -> list[RunConfig]:
-    """Parse `native,horovod:mpi`; `transport` and `launcher` apply to backends that do not name one."""
+def parse_configs(text: str, launcher: str | None) -> list[RunConfig]:
+    """Parse `native,horovod:mpi`, with the launcher of all, or None for the default of each."""
     if launcher is not None:
         require_choice(launcher, LAUNCHERS, "launcher")
     found = []
     for word in text.split(","):
-        backend, _, own = word.strip().partition(":")
-        chosen = own or transport
+        backend, colon, transport = word.strip().partition(":")
         require_choice(backend, registry.names(), "backend", ", or several with commas between, as native,horovod:mpi")
-        if chosen is not None:
-            require_choice(chosen, registry.transports(), "transport")
-        default = "mpirun" if registry.needs_mpi(backend, chosen) else "torchrun"
-        found.append(RunConfig(backend, chosen, launcher or default))
+        if colon:
+            require_choice(transport, registry.transports(), "transport")
+        default = "mpirun" if registry.needs_mpi(backend, transport) else "torchrun"
+        found.append(RunConfig(backend, transport or None, launcher or default))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")
     return found

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TextIO
 
 from dualdist.launch.failure import find_exception
@@ -115,14 +114,6 @@ def _finite(data: Any) -> Any:
     if isinstance(data, Mapping):
         return {key: _finite(value) for key, value in data.items()}
     return [_finite(each) for each in data] if isinstance(data, (list, tuple)) else data
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file, and the folder that it is in, so that readers see all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def error_summary(text: str) -> str:

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import stat
-import zipfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ OPTIONS = ("async_op", "random", "required")
 FORMAT = 1
 MARK = b"dualdist sha256 "
 SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment
-ARCHIVE = b"PK\x03\x04"
 CHUNK_BYTES = 1 << 22
 DRAFTS = ".checkpoint-*.draft"
 # Bytes between two fsyncs: the disk keeps pace, and a slow one shows progress.
@@ -115,7 +113,6 @@ def read(path: Path, progress: FileProgress) -> dict[str, Any]:
         with io.BufferedReader(_CountingFile(path, progress)) as opened:
             file = cast(IO[bytes], opened)
             _require_seal(path, file)
-            _require_archive(path, file)
             file.seek(0)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -172,19 +169,6 @@ def _require_seal(path: Path, file: IO[bytes]) -> None:
     if not end[2:].startswith(MARK):
         raise CheckpointError(f"{path} is truncated, or no checkpoint: it does not end in a checksum")
     raise CheckpointError(f"{path} has been altered: its content does not match its checksum")
-
-
-def _require_archive(path: Path, file: IO[bytes]) -> None:
-    """Raise CheckpointError unless it is a zip archive of tensors.
-
-    torch before 2.6 runs the code of TorchScript archives even with weights_only=True.
-    """
-    file.seek(0)
-    if file.read(len(ARCHIVE)) == ARCHIVE:
-        with zipfile.ZipFile(file) as archive:
-            if not any(name.endswith("constants.pkl") for name in archive.namelist()):
-                return
-    raise CheckpointError(f"{path} is refused: it is not an archive of torch.save, or one of code")
 
 
 def reason(error: OSError) -> str:

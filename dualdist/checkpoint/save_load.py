@@ -77,8 +77,7 @@ class DiskTask:
         atexit.register(self._finish)  # a program that ends does not truncate a checkpoint
 
     def _run(self, call: Callable[[FileProgress], Any]) -> None:
-        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self.value = call(self.progress)
         except Exception as error:  # raised on all ranks

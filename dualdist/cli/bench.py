@@ -34,11 +34,12 @@ from dualdist.bench.ranks.cold_start import RAW_LIBRARIES
 from dualdist.bench.report import dump_json, failure_table, format_command, make_record, print_report
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare import INTERRUPTED, check_minimum, find_facts
-from dualdist.cli.help_formatter import add_help, add_list, check_writable, set_completions, write_json
+from dualdist.cli.help_formatter import add_help, add_list, set_completions
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.execute import find_site
 from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
+from dualdist.utils.output_file import check_writable, write_json
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.suggest import require_choice
 
@@ -125,7 +126,6 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
         if name == "scale"
         else "as native,horovod:mpi (default: all usable)",
     )
-    add("--transport", metavar="T", help="of the backends that are given without one")
     if name != "startup":  # each raw library needs a specific launcher
         add("--launcher", metavar="L", help=f"of {', '.join(LAUNCHERS)} (default: mpirun for MPI, else torchrun)")
     add("--rounds", type=int, default=rounds, metavar="N", help=f"samples of each contender (default: {rounds})")
@@ -263,7 +263,7 @@ def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_r
 
     Benchmarks of the raw libraries too are for the backends over those that cold_start.py describes.
     """
-    configs = parse_configs(args.backend or ",".join(registry.names()), args.transport, args.launcher)
+    configs = parse_configs(args.backend or ",".join(registry.names()), args.launcher)
     without_raw = [each for each in configs if needs_raw and registry.get(each.backend).library not in RAW_LIBRARIES]
     if args.backend is not None:
         for each in without_raw:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dualdist
 from dualdist.backends import registry
 from dualdist.bench.jobs import (
     BASELINES,
@@ -39,21 +34,20 @@ from dualdist.bench.report import (
     print_report,
 )
 from dualdist.bench.slow_link import LAUNCHER, require_slow_link
-from dualdist.cli.help_formatter import check_writable, set_completions, write_json
+from dualdist.cli.help_formatter import set_completions
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.control_channel import CONTROL_VARIABLE
-from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads_per_rank
+from dualdist.launch.env_defaults import SLURM_JOB, THREADS, threads_per_rank
 from dualdist.launch.execute import find_site
-from dualdist.launch.job import BACKEND_VARIABLE, TRANSPORT_VARIABLE, Site
+from dualdist.launch.job import Site
 from dualdist.launch.launchers import LAUNCHERS
-from dualdist.launch.processes import JOB_MARK, termination_raises
+from dualdist.launch.processes import termination_raises
 from dualdist.rendezvous import backend_selection
-from dualdist.utils.machine import machine, usable_cores, versions
+from dualdist.utils.machine import usable_cores, versions
+from dualdist.utils.output_file import check_writable, write_json
 from dualdist.utils.package_probe import probe_torch
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.suggest import require_choice
-from dualdist.utils.variables import NOTICE
 
 if TYPE_CHECKING:
     from dualdist.bench.compare.launches import Launch
@@ -84,8 +78,6 @@ INTERRUPTED = 130
 EXCLUDED: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of parameters, for the equivalence check only
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
-# Variables inherited by the ranks that change communication or computation.
-INHERITED = (*FORWARDED_PREFIXES, "OMPI_MCA_", "OPAL_", "PMIX_MCA_", "PRTE_MCA_", "MPICH_", "I_MPI_", "CUDA_")
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 REQUIRED, REQUIRED_FOR_OUTPUT = ("pydantic", "rich", "scipy"), ("jinja2", "matplotlib")
 
@@ -119,7 +111,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU if torch sees one")
     work("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for every rank; repeatable")
     out = parser.add_argument_group("results").add_argument
-    out("--output", metavar="DIR", help="write report.html, plots, tables and raw data; run again to resume")
+    out("--output", metavar="DIR", help="write report.html, plots, tables and raw data")
     out("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone")
     out("--csv", metavar="FILE", help="write one line per launch")
     out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, in jobs like these')
@@ -141,11 +133,12 @@ def run(args: argparse.Namespace) -> int:
     if args.slow_link is not None and not args.dry_run:
         require_slow_link(args.slow_link, settings.site)
     contenders, refused = select_contenders(args, settings)
-    with _output_folder(args) as folder:
-        comparison = Comparison(make_work(args), settings, folder)
-        done, budget_s = comparison.load_launches(contenders), parse_budget(args.budget)
-        limits: Any = {"rounds": args.rounds, "budget_s": budget_s}
-        schedule = LaunchSchedule(contenders, comparison.launch, done, **limits, seed=args.seed)
+    folder = None if args.output is None or args.dry_run else _make_folder(Path(args.output))
+    # In the output folder, as the hosts of an allocation of Slurm may share that one only.
+    with tempfile.TemporaryDirectory(prefix=".dualdist-compare-", dir=folder, ignore_cleanup_errors=True) as records:
+        comparison = Comparison(make_work(args), settings, Path(records))
+        budget_s = parse_budget(args.budget)
+        schedule = LaunchSchedule(contenders, comparison.launch, rounds=args.rounds, budget_s=budget_s, seed=args.seed)
         if args.dry_run:
             for each in refused:
                 print(f"dualdist compare: not {each.contender.label}: {error_summary(each.reason)}", file=sys.stderr)
@@ -156,17 +149,28 @@ def run(args: argparse.Namespace) -> int:
                 print(comparison.plan_job(check, args.rounds - 1).command_line)
             return 0
         launches, code = _launch_all(schedule)
-        left_out, enough = schedule.left_out, schedule.enough
-        result = summarize(contenders, refused, launches, schedule.ended, left_out=left_out, enough=enough)
-        status = _report(args, result, launches, folder)
-        return code or status
+    left_out, enough = schedule.left_out, schedule.enough
+    result = summarize(contenders, refused, launches, schedule.ended, left_out=left_out, enough=enough)
+    status = _report(args, result, launches, folder)
+    return code or status
+
+
+def _make_folder(folder: Path) -> Path:
+    """Create the folder of --output; raise UsageError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder.resolve()
+    except OSError as error:
+        raise UsageError(f"--output {folder}: cannot be used ({error.strerror}); name another folder") from error
 
 
 def _launch_all(schedule: LaunchSchedule) -> tuple[list[Launch], int]:
     """Return all launches, also after an interrupt, and the exit status."""
     from dualdist.bench.compare.runner import print_progress
 
-    launches, label = list(schedule.done), "resumed" if schedule.done else "started"
+    launches: list[Launch] = []
+    label = "started"
 
     def show() -> None:
         print_progress(label, len(launches), len(launches) + len(schedule.remaining), schedule.remaining_s())
@@ -185,7 +189,7 @@ def _launch_all(schedule: LaunchSchedule) -> tuple[list[Launch], int]:
     return launches, 0
 
 
-def _report(args: argparse.Namespace, result: ComparisonResult, launches: list[Launch], folder: Path) -> int:
+def _report(args: argparse.Namespace, result: ComparisonResult, launches: list[Launch], folder: Path | None) -> int:
     """Print and write the result; return 1 if the comparison is not valid."""
     from dualdist.bench.compare import output
 
@@ -200,7 +204,7 @@ def _report(args: argparse.Namespace, result: ComparisonResult, launches: list[L
     write_json(args.json, dump_json(record, indent=1))
     if args.csv is not None:
         output.write_csv(Path(args.csv), launches)
-    if args.output is not None:
+    if folder is not None:
         page = output.write_folder(folder, result, record, launches)
         print(f"page      {page}", file=sys.stderr if args.json == "-" else sys.stdout)
     is_valid = result.verdict.kind not in ("invalid", "nothing")
@@ -228,28 +232,6 @@ def _save_choices(result: ComparisonResult, launches: list[Launch], timestamp: s
         print(f"dualdist compare: {line}", file=sys.stderr)
     if choices:
         print(f"dualdist compare: in {path}", file=sys.stderr)
-
-
-@contextmanager
-def _output_folder(args: argparse.Namespace) -> Iterator[Path]:
-    """Yield the folder for launches: --output, which a dry run does not change, or a temporary one."""
-    from dualdist.bench.compare.launches import check_folder, claim_folder
-    from dualdist.bench.compare.runner import RUNNING
-
-    if args.output is None:
-        with tempfile.TemporaryDirectory(prefix="dualdist-compare-", ignore_cleanup_errors=True) as temporary:
-            yield Path(temporary)
-        return
-    folder, conditions = Path(args.output).resolve(), describe_conditions(args)
-    if args.dry_run:
-        check_folder(folder, conditions)
-        yield folder
-        return
-    with claim_folder(folder, conditions):
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder / RUNNING, ignore_errors=True)
 
 
 def select_contenders(
@@ -392,49 +374,3 @@ def describe_settings(args: argparse.Namespace) -> dict[str, Any]:
     model = MODELS[args.model]
     found |= {"model": args.model, "image_size": args.image_size}
     return {**found, "batch": args.batch or model.batch * args.ranks, "steps": args.steps or model.steps}
-
-
-def describe_conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what must be equal in all launches of a comparison, also after it is resumed."""
-    conditions = describe_settings(args)
-    del conditions["rounds"], conditions["budget"]
-    own = {BACKEND_VARIABLE, TRANSPORT_VARIABLE, CONTROL_VARIABLE, JOB_MARK, NOTICE, THREADS, *parse_env(args.env)}
-    own |= {"CUDA_VISIBLE_DEVICES"} if args.device == "cpu" else set()
-    names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
-    conditions |= {
-        "env": _redact_with_hash(args.env),
-        "inherited": _redact_with_hash([f"{name}={os.environ[name]}" for name in names]),
-        "as_horovod": args.as_horovod,
-        "self_check": args.self_check,
-        "dualdist": _package_digest(),
-    }
-    if args.script is not None:
-        conditions |= {
-            "arguments": _redact_with_hash(args.arguments),
-            "script": str(Path(args.script).resolve()),
-            "script_sha256": _script_digest(args.script),
-        }
-    return {**conditions, "machine": asdict(machine()), "versions": versions()}
-
-
-def _redact_with_hash(words: Sequence[str]) -> list[str]:
-    """Hide the values of secrets, with a hash that shows if they changed."""
-    return [
-        shown if shown == word else f"{shown} (SHA-256 {hashlib.sha256(word.encode()).hexdigest()[:16]})"
-        for word, shown in zip(words, redact_command(words), strict=True)
-    ]
-
-
-def _script_digest(name: str) -> str:
-    try:
-        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
-    except OSError as error:
-        raise UsageError(f"--script {name}: cannot be read ({error.strerror})") from error
-
-
-def _package_digest() -> str:
-    """Return a digest of all Python files of dualdist, whose version stays the same during development."""
-    found, folder = hashlib.sha256(), Path(dualdist.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return found.hexdigest()

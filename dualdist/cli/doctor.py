@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
 from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
-from dualdist.cli.help_formatter import check_writable, set_completions, write_json
+from dualdist.cli.help_formatter import set_completions
 from dualdist.doctor import hosts, smoke_test
 from dualdist.doctor.checks import Level
 from dualdist.doctor.checks import hosts as host_checks
@@ -39,6 +39,7 @@ from dualdist.launch.hosts import parse_hosts, read_hostfile
 from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS
 from dualdist.launch.processes import termination_raises
 from dualdist.topology import Topology
+from dualdist.utils.output_file import check_writable, write_json
 from dualdist.utils.redaction import make_redactor, redact_json
 
 STYLES: dict[Level, tuple[str, ...]] = {"error": ("red", "bold"), "warning": ("yellow", "bold"), "info": ("blue",)}

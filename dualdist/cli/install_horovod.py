@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildOptions
+from dualdist.horovod_build.machine import BuildOptions
 from dualdist.launch.processes import termination_raises
 
 EXAMPLES = ("dualdist install-horovod", "dualdist install-horovod --gpu --force", "dualdist install-horovod --dry-run")
@@ -22,7 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpu", action="store_true", help="build with NCCL for GPU tensors; needs nvcc and a CUDA build of torch")
     add("--without-mpi", action="store_true", help="build with Gloo only")
-    add("--version", default=HOROVOD_VERSION, metavar="X.Y.Z", help=f"Horovod's version (default: {HOROVOD_VERSION})")
     add(
         "--jobs",
         type=_positive,
@@ -38,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
     from dualdist.horovod_build.install import install_horovod
 
     options = BuildOptions(
-        version=args.version,
         gpu=args.gpu,
         mpi=not args.without_mpi,
         force=args.force,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.backends import registry
-from dualdist.cli.help_formatter import check_writable, set_completions, write_json
+from dualdist.cli.help_formatter import set_completions
 from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
 from dualdist.launch.env_defaults import allocated_tasks, default_launcher, interface_variables
@@ -24,6 +24,7 @@ from dualdist.launch.launchers import ALL, LAUNCHERS, find_conflicts
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, RunSettings, run_job
 from dualdist.launch.schedulers import SCHEDULERS, build_script_request, job_script, submit_script
+from dualdist.utils.output_file import check_writable, write_json
 from dualdist.utils.redaction import redact_variables
 from dualdist.utils.suggest import require_choice
 from dualdist.utils.variables import REQUEUE

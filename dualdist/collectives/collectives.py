@@ -417,7 +417,9 @@ def scatter(
     """
     root, root_index = root_of(group, root)
     inputs: list[torch.Tensor] = []
-    rows, root_args, device = None, None, _current_gpu()
+    rows, root_args, device = None, None, None
+    if torch.cuda.is_initialized():  # whose streams a rank without a tensor uses
+        device = local_device("cuda")
     if group.rank == root_index:
         try:
             rows, counts = _rows_to_scatter(tensor, splits, group.size)
@@ -506,11 +508,6 @@ def _only(index: int, count: int, size: int) -> list[int]:
 def local_device(kind: str) -> torch.device:
     """Return this rank's device of a type that another rank named."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _current_gpu() -> torch.device | None:
-    """Return the device whose streams a rank that passes no tensor should use."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
 def barrier(group: Group, name: str | None = None) -> None:

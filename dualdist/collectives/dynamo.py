@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dualdist.utils.suggest import explain_keyword
+from dualdist.utils.suggest import explain_call
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Loaded where something is compiled, and by torch's optimizers; loading it takes a second.
@@ -38,7 +38,7 @@ def disable_compile(function: F, unless: Callable[..., Any] | None = None) -> F:
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                raise explain_keyword(call, kwargs, error) from error.__cause__
+                raise explain_call(call, args, kwargs, error) from error.__cause__
         from dualdist.collectives.dynamo import outside
 
         if unless is not None and torch.compiler.is_compiling():
@@ -54,7 +54,7 @@ def _call(public: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
         return public.__wrapped__(*args, **kwargs)
     except TypeError as error:
-        raise explain_keyword(public, kwargs, error) from error.__cause__
+        raise explain_call(public, args, kwargs, error) from error.__cause__
 
 
 outside: Callable[..., Any]

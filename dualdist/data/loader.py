@@ -201,7 +201,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 class _ShardedStream(IterableDataset[Any]):
-    """An IterableDataset that every worker of every rank reads in full, yielding the samples of its own batches.
+    """An IterableDataset that every worker of every rank reads in full, yielding the samples of its batches.
 
     Worker k of n yields the batches k, k + n, ... of its rank, which is the order in which DataLoader takes them.
     """

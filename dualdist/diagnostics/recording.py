@@ -22,19 +22,15 @@ import torch
 from dualdist.collectives.consistency import digest
 from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
+from dualdist.utils.output_file import write_atomically
 
 FOLDER = "/proc/self/fd"
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked is at byte 120, since Linux 4.1.
 INFO_BYTES, ACKED_AT, ACKED = 128, 120, "=Q"
 
 
-def tcp_bytes_sent() -> int | None:
-    """Return the acknowledged bytes of all open TCP connections, or None if the system does not count them.
-
-    Shared memory, InfiniBand and NVLink are not included.
-    """
-    if not os.path.isdir(FOLDER) or not hasattr(socket, "TCP_INFO"):
-        return None
+def tcp_bytes_sent() -> int:
+    """Return the acknowledged bytes of all open TCP connections; not those of shared memory, InfiniBand and NVLink."""
     total = 0
     for name in os.listdir(FOLDER):
         with contextlib.suppress(OSError):  # closed since, or not a socket of TCP
@@ -78,7 +74,7 @@ class Recorder:
     _reduction: str | None = None  # that the program asked for itself
     _sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int] = lambda _: 0
     _depth: int = 0  # of nested step() calls
-    _at_warm: tuple[int | None, Any] = (None, None)
+    _at_warm: tuple[int, Any] = (0, None)
     _is_written: bool = False
 
     @property
@@ -108,8 +104,9 @@ class Recorder:
         sent_before, cpu_before = self._at_warm
         sent, timed = tcp_bytes_sent(), max(0, len(self._ends) - self.plan.warmup)
         cpu = None if cpu_before is None else CpuUse.between(cpu_before, read_cpu())
-        is_known = sent is not None and sent_before is not None and timed > 0
         parameters = list(parameters)
+        # The largest machine epsilon of the parameters' dtypes.
+        rounding = max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)
         record = {
             **self.run,
             "began": self.began,
@@ -122,20 +119,18 @@ class Recorder:
             "reduction": self._reduction,
             "start": self._start,
             "sample": sample_parameters(parameters),
-            "rounding": coarsest_eps(parameters),
+            "rounding": rounding,
             "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
-            "tcp_bytes": max(0, (sent or 0) - (sent_before or 0)) / timed if is_known else None,
+            "tcp_bytes": max(0, sent - sent_before) / timed if cpu is not None and timed else None,
             "sent_bytes": sent_bytes,
             "cpu_s": cpu.own_s / timed if cpu is not None and timed else None,
             "window_s": None if cpu is None else cpu.window_s,
             "machine_s": None if cpu is None else cpu.machine_s,
             "own_s": None if cpu is None else cpu.own_s,
         }
-        draft = self.plan.path.with_suffix(f".{os.getpid()}")
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(record))
-        draft.replace(self.plan.path)
+        self.plan.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.plan.path, json.dumps(record))
 
     def attach(
         self,
@@ -223,8 +218,3 @@ def sample_parameters(parameters: Iterable[torch.Tensor]) -> list[float]:
     tensors = [parameter.detach().reshape(-1) for parameter in parameters]
     stride = max(1, sum(tensor.numel() for tensor in tensors) // SAMPLE)
     return [float(value) for tensor in tensors for value in tensor[::stride][:SAMPLE].cpu().double()]
-
-
-def coarsest_eps(parameters: Iterable[torch.Tensor]) -> float:
-    """Return the largest machine epsilon of the parameters' dtypes."""
-    return max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)

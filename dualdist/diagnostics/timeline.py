@@ -36,11 +36,11 @@ from dualdist.diagnostics.trace_format import (
     ClockOffset,
     Event,
     TraceSpan,
-    find_write_problem,
     rank_events,
     trace_document,
 )
 from dualdist.errors import DualdistError, UsageError
+from dualdist.utils.output_file import find_write_problem, write_atomically
 from dualdist.version import __version__
 
 # Limits a trace to about 100 MB of memory.
@@ -286,14 +286,7 @@ class TimelineWriter:
         if self.listener.is_full:
             metadata["truncated"] = True
             print(f"dualdist: {path} has the first part of the run only: too many events", file=sys.stderr)
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            draft.write_text(json.dumps(trace_document(events, **metadata)))
-            draft.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
+        write_atomically(path, json.dumps(trace_document(events, **metadata)))
 
     def _write_part(self, pid: int) -> None:
         """Write this rank's part at exit if shutdown() was not called; a rank that finds all parts merges them."""

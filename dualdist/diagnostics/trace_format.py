@@ -5,14 +5,13 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
 
+TIMELINE = "DUALDIST_TIMELINE"
 STEPS, COMPUTE, COMMUNICATION = "steps", "compute", "communication"
 # Thread IDs of a rank's tracks. Overlapping communication uses further ones, from the last on.
 TRACKS = {STEPS: 1, COMPUTE: 2, COMMUNICATION: 10}
@@ -105,15 +104,3 @@ class ClockModel:
         share = min(1.0, max(0.0, (at_ns - self.first.at_ns) / between_ns))
         ahead_ns = self.first.ns + share * (self.last.ns - self.first.ns)
         return round((at_ns - self.zero_ns - ahead_ns) / 1e3, 3)
-
-
-TIMELINE = "DUALDIST_TIMELINE"
-
-
-def find_write_problem(path: Path) -> str:
-    """Return the reason why this host cannot write the file, "" if it can."""
-    if path.is_dir():
-        return "it is a folder"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
-from dualdist.diagnostics.trace_format import TIMELINE, find_write_problem
-from dualdist.environments.env_values import get_value
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Mpi
@@ -66,7 +64,7 @@ class HostFacts:
 
     `cores` are in this process's affinity mask, `cpu_quota` is the cgroup's, `shm_free` is in bytes (None without
     /dev/shm), `gpus` counts those of NVIDIA's driver, visible or not. `address` is that of the host's own name, "" if
-    unresolved; `resolve_s` and `reverse_lookup_s` are the seconds of looking up the name and the address.
+    unresolved; `reverse_lookup_s` are the seconds of the lookup from that address to a name.
     """
 
     name: str
@@ -80,7 +78,6 @@ class HostFacts:
     gpus: int = 0
     interfaces: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
-    resolve_s: float = 0.0
     reverse_lookup_s: float = 0.0
     versions: Mapping[str, str | None] = field(default_factory=dict)
     python: str = ""
@@ -117,7 +114,7 @@ class InstallationFacts:
 
     `python_on_path` is the `python` of PATH unless it is this one, "" for none. `torch` and `mpi4py` are error messages
     if the packages cannot be imported. `torchvision_requires` is the torch version that torchvision pins.
-    `timeline_error` says why DUALDIST_TIMELINE cannot be written, `core_built_for` lists versions of torch.
+    `core_built_for` lists versions of torch.
     """
 
     versions: Mapping[str, str | None]
@@ -132,7 +129,6 @@ class InstallationFacts:
     mpi_programs: tuple[MpiProgram, ...] = ()
     srun_mpi_types: tuple[str, ...] | None = None
     is_master_unresolved: bool = False
-    timeline_error: str = ""
     core_built_for: tuple[str, ...] = ()
 
     def mpi_program(self, name: str = "mpirun") -> MpiProgram | None:
@@ -155,7 +151,6 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
         srun = pool.submit(_srun_mpi_types, environ)
         master = pool.submit(lambda: topology is not None and topology.address and not resolve(topology.address))
         mpi_programs = pool.submit(_find_mpi_programs, environ)
-        timeline = get_value(environ, TIMELINE)
         return InstallationFacts(
             versions=versions,
             host=host.result(),
@@ -169,7 +164,6 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
             mpi_programs=mpi_programs.result(),
             srun_mpi_types=srun.result(),
             is_master_unresolved=bool(master.result()),
-            timeline_error=find_write_problem(Path(timeline).absolute()) if timeline else "",
             core_built_for=built_for(),
         )
 
@@ -177,9 +171,7 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
 def collect_host_facts() -> HostFacts:
     """Return the facts about this host and the limits of this process."""
     name = socket.gethostname()
-    start = time.monotonic()
     address = resolve(name)
-    resolve_s = time.monotonic() - start
     return HostFacts(
         name=name,
         cores=affinity_cores(),
@@ -192,7 +184,6 @@ def collect_host_facts() -> HostFacts:
         gpus=len(_list(GPUS)),
         interfaces=list_interfaces(),
         address=address,
-        resolve_s=round(resolve_s, 3),
         reverse_lookup_s=round(_time_reverse_lookup(address), 3),
         versions=installed_versions(),
         python=sys.executable,

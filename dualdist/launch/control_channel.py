@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -101,10 +100,9 @@ def loads(kind: type[Message], line: bytes) -> Message | None:
 def keep_alive(connection: socket.socket) -> None:
     """Have the kernel detect that the other host is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        for name, value in KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
+    for name, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
 
 
 def connect(address: ControlAddress, hello: RankHello) -> socket.socket:

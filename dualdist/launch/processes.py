@@ -59,29 +59,27 @@ def descendants(pid: int) -> list[int]:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants that lose theirs. Linux only; elsewhere nothing."""
+    """Make this process the parent of descendants that lose theirs."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(child: int) -> None:
     """Reap exited adopted children; not `child`, for which the caller waits."""
-    if sys.platform == "linux":
-        options = os.WEXITED | os.WNOHANG
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, options | os.WNOWAIT)) is not None and ended.si_pid != child:
-                os.waitid(os.P_PID, ended.si_pid, options)
+    options = os.WEXITED | os.WNOHANG
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, options | os.WNOWAIT)) is not None and ended.si_pid != child:
+            os.waitid(os.P_PID, ended.si_pid, options)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Linux only; elsewhere nothing."""
+    """Have the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
+    import ctypes
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def send_signal(processes: Iterable[int], number: signal.Signals) -> None:

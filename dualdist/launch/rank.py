@@ -181,7 +181,7 @@ class RankProcess:
             wait_s = min(wait_s, PARTIAL_S)
         for key, _ in self._selector.select(max(0.0, wait_s)):
             if isinstance(key.data, OutputRelay):
-                self._pump(key.data)
+                key.data.pump_into(self._selector)
             else:
                 key.data()
         for relay in self._relays:
@@ -192,12 +192,6 @@ class RankProcess:
         if self._deadline is not None and time.monotonic() >= self._deadline and self._child.poll() is None:
             processes.send_signal([self._child.pid, *self._descendants()], signal.SIGKILL)
             self._deadline = time.monotonic() + GRACE_S
-
-    def _pump(self, relay: OutputRelay) -> None:
-        source = relay.source
-        relay.pump()
-        if not relay.is_open:
-            self._selector.unregister(source)
 
     def _on_stderr(self, output: bytes) -> None:
         """Report a traceback at once, before it is shown: MPI_Abort may leave this process no time afterwards."""

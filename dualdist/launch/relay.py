@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import select
+import selectors
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -75,6 +76,13 @@ class OutputRelay:
         if has_ended:
             self.close()
         return found
+
+    def pump_into(self, selector: selectors.BaseSelector) -> None:
+        """Call pump(), and unregister the source from the selector at its end."""
+        source = self.source
+        self.pump()
+        if not self.is_open:
+            selector.unregister(source)
 
     def close(self) -> None:
         """Write the incomplete last line, and close the source."""

@@ -20,7 +20,7 @@ from dualdist.launch.failure import is_consequence
 from dualdist.launch.job import BACKEND_VARIABLE
 from dualdist.launch.launchers.simple import topology_variables
 from dualdist.utils import tracebacks
-from dualdist.utils.suggest import explain_keywords
+from dualdist.utils.suggest import explain_calls
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ CAUSE_S = 1.0
 UNGUARDED = 113
 
 
-@explain_keywords
+@explain_calls
 def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: str | None = None) -> list[T]:
     """Run fn(*args) on `nprocs` new ranks, processes of this host, and wait for all of them.
 
@@ -163,7 +163,7 @@ def _end(process: BaseProcess) -> None:
     process.close()
 
 
-@explain_keywords
+@explain_calls
 def run(
     fn: Callable[..., T],
     args: Sequence[Any] = (),

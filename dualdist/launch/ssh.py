@@ -1,4 +1,4 @@
-"""ssh: the command lines that run something on another host, the guard of such a command, and the meaning of errors.
+"""ssh: command lines that run something on another host, their guard, programs of dualdist's there, and errors.
 
     python -m dualdist.launch.ssh [--env-from-stdin] ARGV...
 
@@ -6,8 +6,6 @@ is the guard: it runs a command on a host that was reached by ssh, and ends it w
 --env-from-stdin a line of JSON on standard input has more variables for the command: secrets must not be on a command
 line. sshd does not signal the end of its client, but it closes the pipe to which the command prints: the guard polls
 it. If the whole host is cut off, sshd does not notice; a control channel to `dualdist run`, as ranks have one, does.
-
-A HostPeer is another program of dualdist's that ssh starts on a host, with lines of JSON on its pipes.
 """
 
 import contextlib
@@ -93,29 +91,8 @@ def remote_python_argv(host: str, site: Site, env: Mapping[str, str], words: Seq
     return ["ssh", *OPTIONS, host, shlex.join(["sh", "-c", f"{checks}exec {line}"])]
 
 
-def describe_ssh_failure(host: str, code: int, stderr: str, site: Site) -> str:
-    """Return why a host cannot take part, from the exit code and stderr of its probe."""
-    last_line = (stderr.strip().splitlines() or [f"exit code {code}"])[-1]
-    if code == NO_FOLDER:
-        return f"host {host!r} has no folder {site.folder}: start the job in one that every host has"
-    if code == NO_PYTHON:
-        return f"host {host!r} has no {site.python}: every host needs the same environment at the same path"
-    if code == SSH_FAILED:
-        for words, meaning in FAILURES:
-            if any(word in stderr for word in words):
-                return f"host {host!r} cannot be reached by ssh: {meaning.format(host=host)} ({last_line})"
-        return f"host {host!r} cannot be reached by ssh ({last_line})"
-    if "No module named" in stderr:
-        return f"host {host!r}: {site.python} does not find dualdist there ({last_line}): install it on every host"
-    return f"host {host!r} cannot run {site.python} ({last_line})"
-
-
-def _env(env: Mapping[str, str]) -> list[str]:
-    return ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
-
-
 class HostPeer:
-    """A program of dualdist's on a host, with its standard error in a file."""
+    """A program of dualdist's on a host: requests and replies are lines of JSON; its standard error is in a file."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], stderr: IO[bytes], site: Site) -> None:
         assert process.stdin is not None
@@ -178,6 +155,27 @@ def start_peer(name: str, argv: Sequence[str], site: Site) -> Iterator[HostPeer]
         except OSError as error:
             raise LaunchError(f"{argv[0]} cannot be started ({error}): it is needed to reach host {name!r}") from error
         yield HostPeer(name, process, stderr, site)
+
+
+def describe_ssh_failure(host: str, code: int, stderr: str, site: Site) -> str:
+    """Return why a host cannot take part, from the exit code and stderr of its probe."""
+    last_line = (stderr.strip().splitlines() or [f"exit code {code}"])[-1]
+    if code == NO_FOLDER:
+        return f"host {host!r} has no folder {site.folder}: start the job in one that every host has"
+    if code == NO_PYTHON:
+        return f"host {host!r} has no {site.python}: every host needs the same environment at the same path"
+    if code == SSH_FAILED:
+        for words, meaning in FAILURES:
+            if any(word in stderr for word in words):
+                return f"host {host!r} cannot be reached by ssh: {meaning.format(host=host)} ({last_line})"
+        return f"host {host!r} cannot be reached by ssh ({last_line})"
+    if "No module named" in stderr:
+        return f"host {host!r}: {site.python} does not find dualdist there ({last_line}): install it on every host"
+    return f"host {host!r} cannot run {site.python} ({last_line})"
+
+
+def _env(env: Mapping[str, str]) -> list[str]:
+    return ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
 
 
 def run_guarded(argv: Sequence[str]) -> int:

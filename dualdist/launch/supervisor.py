@@ -168,7 +168,9 @@ class Supervisor:
                 relay = OutputRelay(os.dup(source.fileno()), [target], strip=command.prefix, hides_unframed=hides)
                 source.close()
                 self._relays.append(relay)
-                self._selector.register(relay.source, selectors.EVENT_READ, lambda relay=relay: self._pump(relay))
+                self._selector.register(
+                    relay.source, selectors.EVENT_READ, lambda relay=relay: relay.pump_into(self._selector)
+                )
 
     def _watch(self, began: float, timeout_s: float | None) -> str:
         """Return "" when all commands have ended, or a failed job's grace is over; else the error of a timeout."""
@@ -258,12 +260,6 @@ class Supervisor:
         for key, _ in sorted(self._selector.select(wait_s), key=lambda ready: isinstance(ready[0].fileobj, int)):
             key.data()
         self._drop_unidentified(HELLO_S)
-
-    def _pump(self, relay: OutputRelay) -> None:
-        source = relay.source
-        relay.pump()
-        if not relay.is_open:
-            self._selector.unregister(source)
 
     def _accept(self) -> None:
         try:

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -215,12 +214,7 @@ class LastStep:
 
 
 def unhandled_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that this process takes as requests, or that would kill it; the program handles the others.
-
-    () where a process cannot learn a signal's sender, as exit_with_parent() needs.
-    """
-    if sys.platform != "linux":
-        return ()
+    """Return the signals that this process takes as requests, or that would kill it; the program handles the others."""
     handlers = {number: signal.getsignal(number) for number in PREEMPTION_SIGNALS}
     return tuple(
         number

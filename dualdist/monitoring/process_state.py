@@ -1,23 +1,12 @@
-"""Process state: what another rank's process on this host is doing, from the kernel, and its Python stack.
-
-Note [dumps]: a process whose GIL is held by C code answers nothing. But a signal handler in C runs: faulthandler
-writes the stacks of all threads to a memfd, which other processes of the same user read under /proc. A stopped process
-runs no handler, so its stack is unavailable.
-"""
+"""Process state: what another rank's process on this host is doing, from the kernel, and the stack of a thread here."""
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import functools
 import json
 import linecache
 import os
-import re
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -87,12 +76,6 @@ def format_stack(lines: Sequence[Line]) -> str:
     )
 
 
-# Real-time signals have no default meaning; if the program handles this one, it is left alone.
-DUMP_OFFSET = 11  # from SIGRTMIN
-NO_DUMP = -1
-# Seconds in which a dump begins, and without further output after which it is complete.
-BEGIN_S = 0.5
-QUIET_S = 0.05
 ENDED = "has exited"
 STATES = {
     "T": "is stopped by a signal, so its stack is unavailable",
@@ -103,9 +86,7 @@ STATES = {
 }
 # States in which a process makes no progress.
 NOT_RUNNING = (STATES["T"], STATES["t"], ENDED)
-BUSY = "is running but does not answer, as when C code holds the GIL"
-THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+BUSY = "is running but does not answer, as when C code holds the GIL (py-spy dump --pid shows its stack)"
 
 
 @dataclass(frozen=True)
@@ -115,8 +96,6 @@ class ProcessIdentity:
     pid: int
     started: int  # in the kernel's ticks; differs for a later process with the same pid
     namespace: str  # of the pid
-    main_thread: int
-    dump: int  # its file descriptor to which it dumps stacks, or NO_DUMP
 
     def dumps(self) -> str:
         return json.dumps(astuple(self))
@@ -134,47 +113,12 @@ class ProcessIdentity:
             return ENDED
         return STATES.get(stat[0], BUSY)
 
-    def stack(self) -> list[Line]:
-        """Return its main thread's stack, [] if unavailable: Note [dumps]."""
-        if self.dump == NO_DUMP or self.state() != BUSY:
-            return []
-        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/fd/{self.dump}", "rb") as file:
-            start = file.seek(0, os.SEEK_END)
-            handle = os.pidfd_open(self.pid)
-            try:
-                if self.state() == BUSY:  # the process of the handle
-                    signal.pidfd_send_signal(handle, _dump_signal())
-            finally:
-                os.close(handle)
-            return parse_dump(_read_new(file.fileno(), start), self.main_thread)
-        return []
-
 
 def current_process() -> ProcessIdentity:
-    """Return this process's identity, and have it write dumps on request from now on."""
-    return _identify(os.getpid())  # cached, but a forked child differs
-
-
-@functools.cache
-def _identify(pid: int) -> ProcessIdentity:
-    stat, main = _read_stat(pid), threading.main_thread().ident
-    return ProcessIdentity(pid, stat[1] if stat else 0, _namespace("self"), main or 0, _register_dump())
-
-
-def _register_dump() -> int:
-    """Return a new file descriptor to which stacks are dumped, or NO_DUMP."""
-    if sys.platform != "linux" or signal.getsignal(_dump_signal()) is not signal.SIG_DFL:
-        return NO_DUMP
-    try:
-        file = os.memfd_create("dualdist-stacks")
-        faulthandler.register(_dump_signal(), file=file, all_threads=True, chain=False)
-    except (OSError, RuntimeError):
-        return NO_DUMP
-    return file
-
-
-def _dump_signal() -> int:
-    return int(signal.SIGRTMIN) + DUMP_OFFSET
+    """Return this process's identity."""
+    pid = os.getpid()
+    stat = _read_stat(pid)
+    return ProcessIdentity(pid, stat[1] if stat else 0, _namespace("self"))
 
 
 def _read_stat(pid: int) -> tuple[str, int] | None:
@@ -191,28 +135,3 @@ def _namespace(process: str) -> str:
         return os.readlink(f"/proc/{process}/ns/pid")
     except OSError:
         return ""
-
-
-def _read_new(file: int, start: int) -> str:
-    """Return what is written to the file from `start` on, until nothing follows."""
-    size, until = start, time.monotonic() + BEGIN_S
-    while time.monotonic() < until:
-        time.sleep(QUIET_S / 5)
-        now = os.fstat(file).st_size
-        if now != size:
-            size, until = now, time.monotonic() + QUIET_S
-    return os.pread(file, size - start, start).decode(errors="replace")
-
-
-def parse_dump(dump: str, thread: int) -> list[Line]:
-    """Return a thread's stack from faulthandler's output, the most recent call last."""
-    lines: list[Line] = []
-    is_wanted = False
-    for line in dump.splitlines():
-        if found := THREAD.match(line):
-            if is_wanted:
-                break
-            is_wanted = int(found[1], 16) == thread
-        elif is_wanted and (found := FRAME.match(line)):
-            lines.append((found[1], int(found[2]), found[3]))
-    return lines[::-1]

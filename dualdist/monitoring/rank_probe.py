@@ -25,7 +25,6 @@ from dualdist.monitoring.process_state import (
     format_stack,
     program_thread,
     thread_stack,
-    trim_stack,
 )
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.suggest import SHOWN, format_ranks
@@ -236,11 +235,10 @@ def _parse_result(number: int, text: str) -> ProbeResult:
 
 @dataclass(frozen=True)
 class SilentRank:
-    """A rank that does not answer: state and stack of its process, if it is on this host."""
+    """A rank that does not answer, and the state of its process if it is on this host."""
 
     rank: int
     state: str = ""
-    stack: tuple[Line, ...] = ()
     pid: int = 0
 
 
@@ -248,12 +246,8 @@ def inspect_silent(ranks: Sequence[int], processes: Sequence[ProcessIdentity | N
     """Inspect the processes of ranks that do not answer."""
     found = []
     for number, rank in enumerate(ranks):
-        process = processes[rank]
-        if process is None or number >= SHOWN:
-            found.append(SilentRank(rank))
-            continue
-        stack = tuple(trim_stack(process.stack(), is_in_operation=False))
-        found.append(SilentRank(rank, process.state(), stack, process.pid))
+        process = processes[rank] if number < SHOWN else None
+        found.append(SilentRank(rank) if process is None else SilentRank(rank, process.state(), process.pid))
     return found
 
 
@@ -305,7 +299,6 @@ def format_report(
     if not silent and not elsewhere:
         clauses.append(_arrival_order(positions) if is_store_there else "see rank 0's last output")
     stacks = [(sorted(each.seconds), each.stack) for each in elsewhere]
-    stacks += [([each.rank], each.stack) for each in silent]
     blocks = [f"\n  Stack of {format_ranks(who)}:{format_stack(stack)}" for who, stack in stacks[:SHOWN] if stack]
     return "; ".join(clauses) + "".join(blocks)
 

@@ -150,7 +150,7 @@ def _path_of(url: str) -> Path:
     return Path(parts.path)
 
 
-def meeting_place(
+def rendezvous_endpoint(
     topology: Topology, environ: MutableMapping[str, str], deadline: Deadline, purpose: str = ""
 ) -> AddressExchange | tuple[str, int]:
     """Return the address and port at which rank 0 listens, or the exchange by which the other ranks learn it.

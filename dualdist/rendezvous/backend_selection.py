@@ -19,6 +19,7 @@ from dualdist.backends.registry import AUTO, HOROVOD, MPI, NATIVE, SINGLE
 from dualdist.errors import TopologyError, UsageError
 from dualdist.topology import Topology
 from dualdist.utils.machine import device_name, machine, machine_cores
+from dualdist.utils.output_file import write_atomically
 from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ Print = Callable[[str], None]  # prints a line to the user
 
 def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -> str:
     """Return `value` if it is one of the choices, of which "" stands for none; else raise UsageError."""
-    if value not in choices and what == "backend" and (owners := _backends_over(value)):
+    owners = [name for name, transports in registry.backend_transports().items() if value in transports]
+    if value not in choices and what == "backend" and owners:
         raise UsageError(
             f"{value!r} is a transport, of {' and '.join(owners)}, and no backend: type dd.init({owners[0]!r}), which "
             f"takes the fastest transport, or insist on this one by {TRANSPORT}={value}"
@@ -45,10 +47,6 @@ def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -
     if value not in choices:
         require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
     return value
-
-
-def _backends_over(transport: str) -> list[str]:
-    return [name for name, transports in registry.backend_transports().items() if transport in transports]
 
 
 def select_device(topology: Topology | None) -> torch.device:
@@ -174,11 +172,10 @@ def save_choices(path: Path, choices: Sequence[SavedChoice]) -> None:
     """Add choices to a file, replacing those for the same conditions; raise UsageError if it cannot be written."""
     replaced = {choice.conditions for choice in choices}
     content = [*(choice for choice in load_choices(path) if choice.conditions not in replaced), *choices]
-    draft = path.with_suffix(f".{os.getpid()}")
+    text = json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in content]}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in content]}, indent=1) + "\n")
-        draft.replace(path)
+        write_atomically(path, f"{text}\n")
     except OSError as error:
         raise UsageError(f"{path}: the choice cannot be saved ({error.strerror}); set {CONFIG} to a folder") from error
 

@@ -18,7 +18,7 @@ from typing import Any
 from dualdist.backends.mpi import world
 from dualdist.environments.env_values import MASTER, RENDEZVOUS, get_integer, get_value
 from dualdist.errors import RendezvousError, TopologyError, UsageError
-from dualdist.rendezvous.address_exchange import AddressExchange, BroadcastAddressExchange, meeting_place
+from dualdist.rendezvous.address_exchange import AddressExchange, BroadcastAddressExchange, rendezvous_endpoint
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report, with_location
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
@@ -44,21 +44,21 @@ class Meeting:
 
 
 # Where rank 0 listens: the name of a Unix socket, an address and port, or what an exchange makes known.
-Place = str | tuple[str, int] | AddressExchange
+Endpoint = str | tuple[str, int] | AddressExchange
 
 
 def meet(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Meeting:
     """Exchange the ranks' locations: each sends a report to rank 0, and is answered when all have come."""
     host = network_interfaces.host_identity(environ)
     report = make_report(topology, host, "exec")
-    place = _find_place(topology, environ, deadline)
+    endpoint = _find_endpoint(topology, environ, deadline)
     if topology.rank == 0:
-        with _listen(place, topology, host) as listener:
+        with _listen(endpoint, topology, host) as listener:
             answer = _serve(listener, report, get_integer(environ, MASTER[1]) or 0, deadline)
-        if not isinstance(place, str | tuple):
-            place.withdraw()
+        if not isinstance(endpoint, str | tuple):
+            endpoint.withdraw()
     else:
-        answer = _ask(place, report, deadline)
+        answer = _ask(endpoint, report, deadline)
     if answer["error"]:
         kind, message = answer["error"]
         raise ERRORS[kind](message)
@@ -72,20 +72,20 @@ def meet(topology: Topology, environ: MutableMapping[str, str], deadline: Deadli
     return Meeting(answer["address"], answer["port"], with_location(topology, locations), interface)
 
 
-def _find_place(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Place:
+def _find_endpoint(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Endpoint:
     if meet := environ.get(RUN_RENDEZVOUS):
-        return meeting_place(topology, {RENDEZVOUS: meet}, deadline)
+        return rendezvous_endpoint(topology, {RENDEZVOUS: meet}, deadline)
     is_one_host = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
     if topology.rendezvous in ("mpi", "slurm") and is_one_host and not get_value(environ, RENDEZVOUS):
         launcher = _find_launcher(dict(topology.origins)["rank"], environ)
         if launcher is not None:
             job = environ.get("PMIX_NAMESPACE", "")  # one daemon may start several jobs
             return f"\0dualdist-exec-{os.getuid()}-{launcher}-{job}"[:UNIX_NAME]
-    place = meeting_place(topology, environ, deadline, PURPOSE)
-    if isinstance(place, BroadcastAddressExchange):
+    endpoint = rendezvous_endpoint(topology, environ, deadline, PURPOSE)
+    if isinstance(endpoint, BroadcastAddressExchange):
         late = partial(world.start_timeout, topology, "MPI", deadline.timeout_s)
         call_within(deadline.left_s(), lambda: world.start(topology, environ), late)
-    return place
+    return endpoint
 
 
 def _find_launcher(variable: str, environ: Mapping[str, str]) -> str | None:
@@ -101,21 +101,21 @@ def _find_launcher(variable: str, environ: Mapping[str, str]) -> str | None:
             if not inherited:
                 return f"{pid}-{fields[17]}"
             pid = int(parent)
-    return None  # hidden, or a container with processes of its own
+    return None  # hidden, or a container with its own processes
 
 
-def _listen(place: Place, topology: Topology, host: str) -> socket.socket:
+def _listen(endpoint: Endpoint, topology: Topology, host: str) -> socket.socket:
     """Return rank 0's listening socket, and publish its address."""
-    if isinstance(place, str):
+    if isinstance(endpoint, str):
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(place)
+        listener.bind(endpoint)
         listener.listen(socket.SOMAXCONN)
         return listener
-    if isinstance(place, tuple):
-        return network_interfaces.open_listener(place[1], loopback_only=False)
+    if isinstance(endpoint, tuple):
+        return network_interfaces.open_listener(endpoint[1], loopback_only=False)
     is_one_host = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
     listener = network_interfaces.open_listener(0, loopback_only=is_one_host)
-    place.publish(StoreAddress.of(host, listener.getsockname()[1], one_node=is_one_host).dumps())
+    endpoint.publish(StoreAddress.of(host, listener.getsockname()[1], one_node=is_one_host).dumps())
     return listener
 
 
@@ -165,11 +165,11 @@ def _serve(listener: socket.socket, own: RankReport, wanted_port: int, deadline:
     return answer
 
 
-def _ask(place: Place, report: RankReport, deadline: Deadline) -> dict[str, Any]:
+def _ask(endpoint: Endpoint, report: RankReport, deadline: Deadline) -> dict[str, Any]:
     """Send the report to rank 0 and return its answer."""
     while True:
         try:
-            connection, reached = _connect(place, report.host, deadline)
+            connection, reached = _connect(endpoint, report.host, deadline)
             with connection:
                 hello = {"report": report.dumps(), "reached": reached}
                 connection.sendall(f"{json.dumps(hello)}\n".encode())
@@ -177,8 +177,8 @@ def _ask(place: Place, report: RankReport, deadline: Deadline) -> dict[str, Any]
         except UsageError:
             raise
         except (OSError, ValueError, RendezvousError) as error:
-            if deadline.passed() or isinstance(place, BroadcastAddressExchange):
-                where = "" if isinstance(place, str | tuple) else f" {place.describe()}"
+            if deadline.passed() or isinstance(endpoint, BroadcastAddressExchange):
+                where = "" if isinstance(endpoint, str | tuple) else f" {endpoint.describe()}"
                 raise RendezvousError(
                     f"rank {report.rank} waited {deadline.timeout_s:g} s for all {report.size} ranks to start, "
                     f"and rank 0 did not answer{where} ({error}): did one of them end?"
@@ -186,19 +186,19 @@ def _ask(place: Place, report: RankReport, deadline: Deadline) -> dict[str, Any]
         deadline.sleep(POLL_S)
 
 
-def _connect(place: Place, host: str, deadline: Deadline) -> tuple[socket.socket, str]:
+def _connect(endpoint: Endpoint, host: str, deadline: Deadline) -> tuple[socket.socket, str]:
     """Connect to rank 0 once; return the connection, and rank 0's address if it is on another host."""
     timeout_s = max(0.1, min(PROBE_S, deadline.left_s()))
-    if isinstance(place, str):
+    if isinstance(endpoint, str):
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(place)
+        connection.connect(endpoint)
         return connection, ""
-    if isinstance(place, tuple):
+    if isinstance(endpoint, tuple):
         try:
-            return socket.create_connection(place, timeout_s), place[0]
+            return socket.create_connection(endpoint, timeout_s), endpoint[0]
         except UnicodeError as error:
-            raise UsageError(f"rank 0 at {place[0][:80]!r}:{place[1]}: not a host name") from error
-    text = place.read()
+            raise UsageError(f"rank 0 at {endpoint[0][:80]!r}:{endpoint[1]}: not a host name") from error
+    text = endpoint.read()
     if text is None:
         raise RendezvousError("no address there yet")
     published = StoreAddress.loads(text)

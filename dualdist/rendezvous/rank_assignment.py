@@ -96,7 +96,7 @@ def _local_ranks(node: object, reports: Sequence[RankReport]) -> list[int]:
         raise TopologyError(
             f"ranks {ranks} share node {node} and say they are its local ranks "
             f"{[report.local_rank for report in reports]}, expected each of 0 to {len(reports) - 1} once: "
-            "is LOCAL_RANK set by hand, or was each rank started by a launcher of its own?"
+            "is LOCAL_RANK set by hand, or was each rank started by a separate launcher?"
         )
     return reported
 

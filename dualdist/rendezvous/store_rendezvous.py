@@ -22,7 +22,7 @@ from dualdist.backends.native import store as native_store
 from dualdist.environments.env_values import RENDEZVOUS
 from dualdist.errors import DualdistError, RendezvousError, TopologyError
 from dualdist.monitoring import process_state
-from dualdist.rendezvous.address_exchange import AddressExchange, FileAddressExchange, meeting_place
+from dualdist.rendezvous.address_exchange import AddressExchange, FileAddressExchange, rendezvous_endpoint
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
@@ -158,10 +158,10 @@ def _open_store(
     topology: Topology, environ: MutableMapping[str, str], host: str, deadline: Deadline
 ) -> tuple[Store, AddressExchange | None]:
     """Connect to the job's store, served by rank 0 or the launcher; return it and the address exchange used."""
-    place = meeting_place(topology, environ, deadline)
-    if not isinstance(place, tuple):
-        return serve_or_connect(place, topology, host, deadline), place
-    address, port = place
+    endpoint = rendezvous_endpoint(topology, environ, deadline)
+    if not isinstance(endpoint, tuple):
+        return serve_or_connect(endpoint, topology, host, deadline), endpoint
+    address, port = endpoint
     agent = topology.rendezvous == "agent" and not environ.get(RENDEZVOUS)
     if topology.rank == 0 and not agent:
         listener = network_interfaces.open_listener(port, loopback_only=False)

@@ -207,7 +207,7 @@ def usable_cores() -> int:
 
 def affinity_cores() -> int:
     """Return the number of cores in this process's affinity mask."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def machine_cores() -> int:

@@ -19,7 +19,6 @@ found = {
     "version": torch.__version__, "git": torch.version.git_version, "cxx11_abi": torch.compiled_with_cxx11_abi(),
     "cuda": torch.version.cuda, "hip": torch.version.hip,
     "headers": os.path.join(os.path.dirname(torch.__file__), "include"),
-    "has_distributed": torch.distributed.is_available(),
 }
 with suppress(Exception):
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -52,7 +51,6 @@ class TorchProbe:
     cuda: str | None = None
     hip: str | None = None
     headers: str = ""
-    has_distributed: bool = True
     nccl: str | None = None
     gpus: int = 0
     gpu_warning: str = ""

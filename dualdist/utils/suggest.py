@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dualdist.errors import UsageError
@@ -75,27 +75,34 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def explain_keyword(function: Callable[..., Any], keywords: Iterable[str], error: TypeError) -> TypeError:
-    """Return an error that names the first keyword that `function` lacks, and ours in its place; else `error`."""
-    known = inspect.signature(function).parameters
+def explain_call(
+    function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], error: TypeError
+) -> TypeError:
+    """Return an error about the arguments that `function` does not take, with our name for one; else `error`."""
+    signature = inspect.signature(function)
+    known = signature.parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    unknown = next((name for name in keywords if name not in known), None)
-    if unknown is None or takes_any:
-        return error
-    ours = OUR_ARGUMENTS.get(unknown, "")
-    hint = f"; pass {ours}" if ours.partition("=")[0] in known else did_you_mean(unknown, known)
-    return TypeError(f"{function.__name__}() takes no argument {unknown!r}{hint}")
+    unknown = next((name for name in keywords if name not in known and not takes_any), None)
+    if unknown is not None:
+        ours = OUR_ARGUMENTS.get(unknown, "")
+        hint = f"; pass {ours}" if ours.partition("=")[0] in known else did_you_mean(unknown, known)
+        return TypeError(f"{function.__name__}() takes no argument {unknown!r}{hint}")
+    try:
+        signature.bind(*args, **keywords)
+    except TypeError as problem:
+        return TypeError(f"{function.__name__}(): {problem}")
+    return error
 
 
-def explain_keywords(function: F) -> F:
-    """Decorate a function so that an unknown keyword is an error of explain_keyword()."""
+def explain_calls(function: F) -> F:
+    """Decorate a function so that arguments which it does not take are an error of explain_call()."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            raise explain_keyword(function, kwargs, error) from error.__cause__
+            raise explain_call(function, args, kwargs, error) from error.__cause__
 
     return call  # type: ignore[return-value]
 

@@ -35,11 +35,8 @@ def load_torchvision() -> ModuleType:
     """
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.submodule_search_locations is None:
+    if not _prepare_operators():
         raise TorchvisionError(f"torchvision is not installed with torch {torch.__version__}: {_advice()}")
-    if not load_operators(spec.submodule_search_locations):
-        _declare_operators()
     try:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
@@ -56,11 +53,18 @@ class TorchvisionImportHook(MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname == "torchvision":
             sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(fullname)
-            folders = spec.submodule_search_locations if spec is not None else None
-            if folders is not None and not load_operators(folders):
-                _declare_operators()
+            _prepare_operators()
         return None
+
+
+def _prepare_operators() -> bool:
+    """Load torchvision's compiled operators, or declare them; return False if torchvision is not installed."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.submodule_search_locations is None:
+        return False
+    if not load_operators(spec.submodule_search_locations):
+        _declare_operators()
+    return True
 
 
 def load_operators(folders: Sequence[str]) -> bool:

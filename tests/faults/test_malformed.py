@@ -17,7 +17,6 @@ from harness.base_env import ROOT
 from harness.effort import Effort
 from hypothesis import strategies as st
 
-from dualdist.bench.compare import launches
 from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, read_newest, write
 from dualdist.cli import build_parser, main
 from dualdist.errors import CheckpointError, RendezvousError, UsageError
@@ -212,26 +211,6 @@ def test_saved_choices_are_choices_or_an_error(tmp_path: Path, effort: Effort) -
     effort.fuzz(
         "files of saved choices", altered({"schema": backend_selection.SCHEMA, "choices": [asdict(SAVED)]}), check
     )
-
-
-@pytest.mark.smoke
-def test_an_interrupted_comparison_is_resumed_or_refused(tmp_path: Path, effort: Effort) -> None:
-    path = tmp_path / "launch.json"
-    launch = launches.Launch(contender="a", label="A", round=1, began=0.0, seconds=1.0, command="x")
-    whole = json.loads(launch.model_dump_json())
-
-    def claim() -> None:
-        with launches.claim_folder(tmp_path, {"ranks": 2}):
-            pass
-
-    def check(text: str) -> None:
-        for data in (text.encode(errors="surrogatepass"), text.encode(errors="surrogatepass") + b"\xff"):
-            path.write_bytes(data)
-            error_of(lambda: launches.read_launch(path), UsageError)
-            (tmp_path / launches.CONDITIONS).write_bytes(data)
-            error_of(claim, UsageError)
-
-    effort.fuzz("files of comparisons", altered(whole) | altered({"ranks": 2}), check)
 
 
 @pytest.mark.smoke

@@ -232,26 +232,13 @@ def test_compression_pays_over_a_slow_link(launch: Launch, base_env: Mapping[str
     assert (kept["results"]["verdict"]["kind"], kept["results"]["equivalence"]["launches"]) == ("alone", 1)
 
 
-def test_an_interrupted_run_reports_its_launches_and_is_resumed(launch: Launch) -> None:
+def test_an_interrupted_run_reports_its_launches(launch: Launch) -> None:
     words = [*COMPARE, *QUICK, "--backends", "native", "--baselines", "none", "--rounds", "1", "--output", "out"]
     outcome = interrupted(launch, words, "[1/2]")
     assert outcome.rc == 130, str(outcome)
     assert "launches  1, interrupted" in outcome.stdout
     assert outcome.left == ()
-
-    def times() -> list[int]:
-        return [path.stat().st_mtime_ns for path in (launch.directory / "out" / "launches").iterdir()]
-
-    before = times()
-    again = launch(words)
-    assert "[1/2] resumed" in again.stderr
-    assert "launches  2, complete" in again.stdout
-    assert len(times()) == 2
-    assert before[0] in times()  # not measured again
-    assert launch([*words, "--dry-run"]).stdout == ""
-    other = launch([*words, "--seed", "7"], check=False)
-    assert other.rc == 2
-    assert "holds a comparison under other conditions (seed was 0 and is 7)" in other.stderr
+    assert {path.suffix for path in (launch.directory / "out").iterdir()} == {".html", ".json", ".csv", ".svg"}
 
 
 @pytest.fixture

@@ -56,11 +56,11 @@ from dualdist.bench.slow_link import require_slow_link
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
-from dualdist.cli.help_formatter import check_writable
 from dualdist.diagnostics.recording import Recorder, RecordingPlan
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
 from dualdist.utils.machine import CpuUse
+from dualdist.utils.output_file import check_writable
 
 SITE = Site("/v/python", {"torchrun": "/v/torchrun", "mpirun": "/v/mpirun"}, "/v", "openmpi4")
 
@@ -98,15 +98,12 @@ def test_repeats_fill_a_block_within_bounds(seconds: float, repeats: int) -> Non
     assert repeats_to_fill(0.4, seconds, 3, 50) == repeats
 
 
-def test_a_backends_transport_takes_precedence_over_the_common_one() -> None:
-    assert parse_configs("native,horovod:mpi", None, None) == [
+def test_backends_are_given_with_or_without_their_transport() -> None:
+    assert parse_configs("native,horovod:mpi", None) == [
         RunConfig("native", None, "torchrun"),
         RunConfig("horovod", "mpi", "mpirun"),
     ]
-    assert parse_configs("native,horovod", "gloo", "mpirun") == [
-        RunConfig("native", "gloo", "mpirun"),
-        RunConfig("horovod", "gloo", "mpirun"),
-    ]
+    assert parse_configs("native:gloo", "mpirun") == [RunConfig("native", "gloo", "mpirun")]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +118,7 @@ def test_a_backends_transport_takes_precedence_over_the_common_one() -> None:
 )
 def test_invalid_backends_transports_and_launchers_are_refused(backends: str, launcher: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
-        parse_configs(backends, None, launcher)
+        parse_configs(backends, launcher)
 
 
 def test_the_worker_command_has_launcher_and_variables_of_its_configuration() -> None:
@@ -197,7 +194,7 @@ def test_methods_suit_the_backend_and_raw_libraries_have_their_launcher() -> Non
         choose_methods(["hvd"], native)
     with pytest.raises(UsageError, match="expected each of them once"):
         choose_methods(["ddp", "ddp"], native)
-    found = with_raw_launchers(parse_configs("native,horovod,horovod:mpi", None, None))
+    found = with_raw_launchers(parse_configs("native,horovod,horovod:mpi", None))
     assert [config.launcher for config in found] == ["torchrun", "horovodrun", "mpirun"]
 
 

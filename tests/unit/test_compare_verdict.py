@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from comparisons import launch, launches, rank
 
-from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, group_by_contender
+from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside
 from dualdist.bench.compare.metrics import ComparisonResult, summarize
 from dualdist.bench.compare.runner import Contender, LaunchSchedule, draw_order, ordered_checks, record_error
 from dualdist.bench.compare.verdict import Verdict, check_equivalence, judge, rank_by_speed
@@ -416,11 +415,11 @@ class Clock:
         self.log.append((contender.key, number))
         return launch(contender.key, number, 0.1).model_copy(update={"seconds": self.seconds})
 
-    def schedule(self, rounds: int, done: Sequence[Launch] = ()) -> LaunchSchedule:
-        return LaunchSchedule(CONTENDERS, self.launch, done, rounds=rounds, budget_s=100.0, clock=lambda: self.now)
+    def schedule(self, rounds: int) -> LaunchSchedule:
+        return LaunchSchedule(CONTENDERS, self.launch, rounds=rounds, budget_s=100.0, clock=lambda: self.now)
 
 
-def test_no_round_starts_that_would_exceed_the_budget_but_every_resumed_run_makes_progress() -> None:
+def test_no_round_but_the_first_starts_that_would_exceed_the_budget() -> None:
     clock = Clock(5.0)
     rounds = clock.schedule(9)
     assert rounds.remaining_s() == 100.0  # all would take longer
@@ -430,15 +429,6 @@ def test_no_round_starts_that_would_exceed_the_budget_but_every_resumed_run_make
     rounds = Clock(60.0).schedule(9)
     assert len(list(rounds)) == 2
     assert "is spent; a round takes about 120 s, more than the budget" in rounds.ended
-    done: list[Launch] = []
-    for _ in range(4):
-        before = len(done)
-        rounds = Clock(60.0).schedule(2, done)
-        done += list(rounds)
-        assert len(done) > before
-        if rounds.ended == "complete":
-            return
-    assert rounds.ended == "complete"
 
 
 # The first of a backend is not its fastest.
@@ -491,18 +481,7 @@ def test_a_budget_too_small_for_all_measures_the_best_of_each_backend_in_full(
     assert all("about --budget 1m is enough" in each.reason for each in result.refused)
 
 
-def test_an_interrupted_run_is_resumed_and_a_failed_contender_is_not() -> None:
-    first, second = Clock(1.0), Clock(1.0)
-    rounds = iter(first.schedule(3))
-    done = [next(rounds) for _ in range(4)]
-    again = second.schedule(3, done)
-    assert again.remaining_s() == 5.0
-    rest = list(again)
-    assert again.ended == "complete"
-    assert sorted(first.log + second.log) == sorted((each.key, number) for each in CONTENDERS for number in range(3))
-    assert {key: len(each) for key, each in group_by_contender(done + rest).items()} == {
-        each.key: 3 for each in CONTENDERS
-    }
+def test_a_contender_that_failed_is_not_launched_again() -> None:
     clock = Clock(1.0)
 
     def failing(contender: Contender, number: int) -> Launch:
@@ -513,9 +492,9 @@ def test_an_interrupted_run_is_resumed_and_a_failed_contender_is_not() -> None:
 
 
 def test_ordered_launches_follow_the_rounds_once_and_the_budget_leaves_time_for_them() -> None:
-    def schedule(clock: Clock, budget_s: float, done: Sequence[Launch] = ()) -> LaunchSchedule:
+    def schedule(clock: Clock, budget_s: float) -> LaunchSchedule:
         return LaunchSchedule(
-            [*CONTENDERS, *CHECKS], clock.launch, done, rounds=9, budget_s=budget_s, clock=lambda: clock.now
+            [*CONTENDERS, *CHECKS], clock.launch, rounds=9, budget_s=budget_s, clock=lambda: clock.now
         )
 
     clock, names = Clock(6.0), [each.key for each in CHECKS]
@@ -527,9 +506,6 @@ def test_ordered_launches_follow_the_rounds_once_and_the_budget_leaves_time_for_
     assert (clock.now, len(done)) == (126.0, 21)  # six rounds of 18 s, and the checks
     assert rounds.ended == "the budget of 143 s is spent; a round takes about 18 s"
     assert (rounds.left_out, rounds.enough) == ([], "--budget 3m")
-    again = Clock(5.0)
-    assert len(list(schedule(again, 1000.0, done))) == 9
-    assert not {key for key, _ in again.log}.intersection(names)
     tight = Clock(6.0)
     rounds = schedule(tight, 120.0)  # six rounds would fit without the checks
     launched = [each.contender for each in rounds]
@@ -539,19 +515,3 @@ def test_ordered_launches_follow_the_rounds_once_and_the_budget_leaves_time_for_
     rounds = schedule(Clock(60.0), 100.0)
     assert [each.contender in names for each in rounds] == [False, False]
     assert "before" not in rounds.ended
-
-
-def test_earlier_rounds_are_not_completed_after_a_resume() -> None:
-    clock = Clock(1.0)
-    done = [
-        launch(each.key, number, 0.1)
-        for each in CONTENDERS[:2]
-        for number in range(4)
-        if (each, number) != (CONTENDERS[1], 3)
-    ]
-    rounds = clock.schedule(6, done)
-    assert len(rounds.remaining) == 8
-    assert len(list(rounds)) == 8
-    late = {number for key, number in clock.log if key == CONTENDERS[2].key}
-    assert late == {3, 4, 5}
-    assert (CONTENDERS[1].key, 3) in clock.log

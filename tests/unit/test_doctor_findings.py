@@ -88,13 +88,10 @@ INSTALLATIONS = [
     ("broken torch", with_facts(torch="ImportError: libc10.so"), {}, {"torch-broken": "error"}),
     ("old torch", with_versions(with_torch(version="2.7.1"), torch="2.7.1"), {},
      {"torch-old": "error", "horovod-other-torch": "warning"}),
-    ("two torches", with_torch(version="2.12.0+cpu"), {}, {"torch-twice": "warning"}),
+
     ("core in Python", with_python_core("2_13_0_cpu"), {"DUALDIST_NO_EXTENSION": "1"}, {}),
     ("no core", with_python_core(), {}, {"core-not-built": "info"}),
     ("core of another torch", with_python_core("2_12_0_cpu"), {}, {"core-not-built": "warning"}),
-    ("no distributed", with_torch(has_distributed=False), {}, {"torch-without-distributed": "warning"}),
-    ("no distributed, wanted", with_torch(has_distributed=False), {"DUALDIST_BACKEND": "native"},
-     {"torch-without-distributed": "error"}),
     ("another Python on PATH", with_facts(python_on_path="/usr/bin/python"), {}, {"python-on-path": "info"}),
     ("no Python on PATH", with_facts(python_on_path=""), {}, {"python-on-path": "info"}),
     ("torchvision that fits", replace(VISION, torch=replace(VISION.torch, has_vision_operators=True)), {}, {}),
@@ -234,7 +231,6 @@ def test_srun_mpi_types_are_parsed(output: str, types: tuple[str, ...] | None) -
 SRUN = recorded("slurm_srun-none_N2x2")
 ON_TWO_NODES, ONE_TASK = recorded("slurm_sbatch_openmpi4"), recorded("slurm_srun_of_one_in_salloc_of_four_more")
 ONE_GPU = replace(GPUS, torch=replace(GPUS.torch, gpus=1))
-NO_MPI = with_versions(replace(with_horovod(mpi=False), mpi4py=None), mpi4py=None)
 NO_PMIX = with_facts(srun_mpi_types=("none", "pmi2"))
 BRIDGED = with_host(interfaces={"eth0": "10.0.0.1", "docker0": "172.17.0.1"})
 BUSY = with_host(cores=4, total_cores=4)
@@ -254,9 +250,6 @@ JOBS = [
      {"mpi-not-started": "error"}),
     ("MPI wanted where mpi4py is missing", with_versions(with_facts(mpi4py=None), mpi4py=None),
      MPIRUN | {"DUALDIST_BACKEND": "mpi"}, None, {"mpi4py-missing": "error"}),
-    ("ranks that only MPI brings together", NO_MPI, MPIRUN, None, {"no-rendezvous": "error"}),
-    ("the same with an address", NO_MPI, MPIRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, None, {}),
-    ("the same with a file", NO_MPI, MPIRUN | {"DUALDIST_RENDEZVOUS": "file:///a/b"}, None, {}),
     ("more ranks than GPUs", ONE_GPU, TORCHRUN, None, {"more-ranks-than-gpus": "error"}),
     ("a GPU and no number of ranks", ONE_GPU, {}, None, {}),
     ("a GPU for a job of one task", ONE_GPU, ONE_TASK | {"CUDA_VISIBLE_DEVICES": "0"}, None, {}),
@@ -292,11 +285,8 @@ JOBS = [
     ("a name that is loopback", with_host(address="127.0.1.1"), {}, None, {}),
     ("a name that is loopback, on two nodes", with_host(address="127.0.1.1"), SRUN, None,
      {"hostname-is-loopback": "warning"}),
-    ("a slow name", with_host(resolve_s=5.0), {}, None, {"hostname-slow": "warning"}),
     ("a name server that does not answer", with_host(reverse_lookup_s=5.0), {}, None,
      {"reverse-lookup-slow": "warning"}),
-    ("a trace in no folder", with_facts(timeline_error="there is no folder /x"), {"DUALDIST_TIMELINE": "/x/trace.json"},
-     None, {"timeline-unwritable": "error"}),
     ("an interface that is not there", FACTS, {"GLOO_SOCKET_IFNAME": "ib0"}, None, {"interface-missing": "error"}),
     ("interfaces of which one is not there", FACTS, {"GLOO_SOCKET_IFNAME": "eth0,ib0"}, None,
      {"interface-missing": "error"}),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dualdist as dd
+import dualdist.hvd as hvd
 from dualdist.errors import UnsupportedError, UsageError
 
 ONE: Any = torch.ones(1)
@@ -72,9 +73,11 @@ def test_an_invalid_argument_raises_usage_error_and_the_session_goes_on(session:
         (lambda: dd.allreduce(ONE, reduce_op="sum"), "^allreduce.*; pass op="),
         (lambda: dd.run(print, nprocs=2), "^run.*; pass np="),
         (lambda: dd.spawn(print, np=2), "^spawn.*; pass nprocs="),
+        (lambda: dd.allreduce_(ONE, "sum", 3), r"^allreduce_\(\): too many positional arguments$"),
+        (lambda: hvd.allgather(), r"^allgather\(\): missing a required argument: 'tensor'$"),
     ],
 )
-def test_an_unknown_keyword_is_named_with_the_function_and_our_keyword(
+def test_a_wrong_argument_is_named_with_the_function_and_our_keyword(
     session: None, call: Callable[[], Any], words: str
 ) -> None:
     """Also once torch's compiler is loaded, which an optimizer does."""

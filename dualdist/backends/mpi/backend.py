@@ -163,7 +163,7 @@ class MpiBackend:
         return self._start_requests(begin, output, tensor)
 
     def connect_peers(self) -> None:
-        """See PointToPoint; MPI connects by itself."""
+        """See PointToPoint; MPI connects when it is needed."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
         def start(given: torch.Tensor) -> Work:

@@ -1,22 +1,15 @@
-"""Launches of a comparison: the records of their ranks, what follows from one launch, and the folder of their files."""
+"""Launches of a comparison: the records of their ranks, and what follows from one launch."""
 
-import fcntl
-import json
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from dualdist.bench.report import write_atomically
 from dualdist.bench.statistics import max_foreign_cores
-from dualdist.errors import UsageError
 from dualdist.utils.machine import CpuUse
 
 MIN_WINDOW_S = 1.0  # the system counts CPU time in ticks of 10 ms
@@ -159,83 +152,3 @@ def group_by_contender(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]
         if launch.error is None:
             found.setdefault(launch.contender, []).append(launch)
     return found
-
-
-CONDITIONS = "conditions.json"
-
-
-def read_launch(path: Path) -> Launch:
-    """Read a launch from its file; raise UsageError if the file is damaged."""
-    try:
-        return Launch.model_validate_json(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not a launch of dualdist compare; delete it to repeat the launch") from error
-
-
-@contextmanager
-def claim_folder(folder: Path, conditions: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the output folder of a comparison, new or started under the same conditions.
-
-    Raises:
-        UsageError: another process uses it, or its conditions differ; the message names them.
-    """
-    with ExitStack() as stack:
-        with _refusing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            _lock(lock, folder)
-            if not _has_conditions(folder, conditions):
-                write_atomically(folder / CONDITIONS, json.dumps(conditions, indent=1))
-        yield
-
-
-def check_folder(folder: Path, conditions: Mapping[str, Any]) -> None:
-    """Raise UsageError if claim_folder() would refuse the folder; does not change it."""
-    if folder.exists():
-        with _refusing(folder):
-            _has_conditions(folder, conditions)
-
-
-@contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
-    """Refuse a folder that cannot be read or written."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--output {folder}: cannot be used ({error}); name another folder") from error
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UsageError(
-            f"--output {folder}: another dualdist compare uses it; wait for its end, or name another folder"
-        ) from error
-    except OSError:
-        return  # some network file systems cannot lock folders
-
-
-def _has_conditions(folder: Path, conditions: Mapping[str, Any]) -> bool:
-    """Return True if a comparison under these conditions was started in the folder, False if it is empty."""
-    file = folder / CONDITIONS
-    if not file.exists():
-        if any(path.name != f"{CONDITIONS}.draft" for path in folder.iterdir()):
-            raise UsageError(f"--output {folder}: expected a new or empty folder, or one of dualdist compare")
-        return False
-    before, conditions = json.loads(file.read_text()), json.loads(json.dumps(conditions))
-    if not isinstance(before, dict):
-        raise ValueError(f"{CONDITIONS} holds no conditions")
-    differing = [
-        f"{name} was {before.get(name)!r} and is {conditions.get(name)!r}"
-        for name in {**before, **conditions}
-        if before.get(name) != conditions.get(name)
-    ]
-    if differing:
-        raise UsageError(
-            f"--output {folder} holds a comparison under other conditions ({'; '.join(differing)}): name another folder"
-        )
-    return True

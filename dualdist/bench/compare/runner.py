@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from dualdist.backends import registry
-from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, read_launch
+from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside
 from dualdist.bench.jobs import (
     BASELINES,
     COMPRESSED,
@@ -25,13 +25,10 @@ from dualdist.bench.jobs import (
     run_job,
     worker_command,
 )
-from dualdist.bench.report import write_atomically
 from dualdist.bench.statistics import MIN_LAUNCHES
 from dualdist.errors import LaunchError
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP, REDUCTION
 
-LAUNCHES = "launches"  # folder of one file per launch
-RUNNING = "running"  # folder in which the ranks of a launch leave their records
 NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_optimizer?\n"
 COMPLETE = "complete"
 FIRST_GUESS_S = 8.0  # duration of a launch before one has been measured
@@ -41,7 +38,7 @@ NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and para
 
 @dataclass(frozen=True)
 class Contender:
-    """A method, DUALDIST, one of BASELINES or a compression, on a configuration, launched as a job of its own.
+    """A method, DUALDIST, one of BASELINES or a compression, on a configuration, launched as a separate job.
 
     `slowdown` stretches its steps; `copy` distinguishes the repetitions of --self-check. If `is_ordered`, it is the
     check of a candidate: a short launch with reduction="ordered", which is not timed.
@@ -131,7 +128,7 @@ class UserScript:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Common part of all launches: the model or script to train, settings, and the folder for their files."""
+    """Common part of all launches: the model or script to train, settings, and the folder for their ranks' records."""
 
     work: TrainOptions | UserScript
     settings: MeasurementSettings
@@ -142,7 +139,7 @@ class Comparison:
 
     def plan_job(self, contender: Contender, number: int) -> PlannedJob:
         """Return the job of a contender in a round."""
-        ranks, own = self.ranks(contender), self.folder / RUNNING / f"{number}-{contender.key}"
+        ranks, own = self.ranks(contender), self.folder / f"{number}-{contender.key}"
         settings, work = replace(self.settings, ranks=ranks), self.work
         if contender.is_ordered:
             settings = replace(settings, env={**settings.env, REDUCTION: "ordered"})
@@ -170,9 +167,8 @@ class Comparison:
         )
 
     def launch(self, contender: Contender, number: int) -> Launch:
-        """Run the job of a contender in a round and write its file; a failed launch holds the error."""
+        """Run the job of a contender in a round; a failed launch holds the error."""
         planned, began, start = self.plan_job(contender, number), time.time(), time.monotonic()
-        shutil.rmtree(planned.tags["folder"], ignore_errors=True)  # of an interrupted launch
         batch = None if isinstance(self.work, UserScript) else self._train_options(contender, self.work).batch
         result = Launch(
             contender=contender.key,
@@ -196,15 +192,7 @@ class Comparison:
             result = result.model_copy(update={"error": hint + str(error)})
         finally:
             shutil.rmtree(planned.tags["folder"], ignore_errors=True)
-        result = result.model_copy(update={"seconds": time.monotonic() - start})
-        write_atomically(self.folder / LAUNCHES / f"{number:03}-{contender.key}.json", result.model_dump_json())
-        return result
-
-    def load_launches(self, contenders: Sequence[Contender]) -> list[Launch]:
-        """Read the launches of an interrupted run; failed ones are repeated."""
-        keys = {contender.key for contender in contenders}
-        launches = map(read_launch, sorted((self.folder / LAUNCHES).glob("*.json")))
-        return [launch for launch in launches if launch.contender in keys and launch.error is None]
+        return result.model_copy(update={"seconds": time.monotonic() - start})
 
 
 def record_error(contender: Contender, ranks: Sequence[RankRecord]) -> str | None:
@@ -247,13 +235,11 @@ class LaunchSchedule:
 
     `checks`, those of `contenders` with ordered sums, follow the rounds, which leave them the time for one launch each.
     `ended` says why it stopped. No round but the first starts that would exceed the budget. If the budget is too small
-    for a verdict on all contenders, `left_out` are those that are not launched any more. A resumed run continues in the
-    last round of `done`: rounds from an earlier run are not comparable.
+    for a verdict on all contenders, `left_out` are those that are not launched any more.
     """
 
     contenders: Sequence[Contender]
     launch: Callable[[Contender, int], Launch]
-    done: Sequence[Launch] = ()
     _: KW_ONLY
     rounds: int
     budget_s: float
@@ -266,10 +252,7 @@ class LaunchSchedule:
     def __post_init__(self) -> None:
         self.checks = [each for each in self.contenders if each.is_ordered]
         self.contenders = [each for each in self.contenders if not each.is_ordered]
-        self._first_round = max((each.round for each in self.done), default=0)
         self._launches: dict[str, list[Launch]] = {}
-        for each in self.done:
-            self._launches.setdefault(each.contender, []).append(each)
         self._start = self.clock()
 
     def __iter__(self) -> Iterator[Launch]:
@@ -283,20 +266,17 @@ class LaunchSchedule:
 
     def _rounds(self) -> Generator[Launch, None, str]:
         """Yield the launches of all rounds; return why they ended."""
-        if self.done:
-            self._leave_out(self._first_round)
-        is_first = True  # with work left: every resumed run must make progress
         for number in range(self.rounds):
             remaining = self.remaining_in(number)
             needed = self._estimate([*remaining, *self.remaining_checks(self._able())])
-            if not is_first and remaining and self.elapsed_s + needed > self.budget_s:
+            if number > 0 and remaining and self.elapsed_s + needed > self.budget_s:
                 return self._budget_used("")
             while remaining := self.remaining_in(number):
-                if is_first and self.elapsed_s > self.budget_s:
+                if number == 0 and self.elapsed_s > self.budget_s:
                     return self._budget_used(" in the first round")
                 yield self._launch(remaining[0], number)
-                self._leave_out(number)
-                is_first = is_first and bool(self.remaining_in(number))
+                if number == 0:
+                    self._leave_out()
         return COMPLETE
 
     def _launch(self, contender: Contender, number: int) -> Launch:
@@ -306,14 +286,14 @@ class LaunchSchedule:
             self.failed.add(contender.key)
         return result
 
-    def _leave_out(self, number: int) -> None:
-        """Leave out contenders in the first round of a run, until a verdict on the others fits into the budget.
+    def _leave_out(self) -> None:
+        """Leave out contenders in the first round, until a verdict on the others fits into the budget.
 
         Baselines go first, then all but one candidate of each backend: the fastest after one launch of each, if there
         is time for these launches, else the first. Two remain in any case.
         """
         able = self._able()
-        if number > self._first_round or self._fits(able):
+        if self._fits(able):
             return
         candidates = [each for each in able if not each.is_baseline]
         first = first_of_each_group(candidates)
@@ -356,8 +336,6 @@ class LaunchSchedule:
 
     def remaining_in(self, number: int) -> list[Contender]:
         """Return the contenders to launch in a round, without those that failed or are left out."""
-        if number < self._first_round:
-            return []
         done = {key for key, found in self._launches.items() if any(each.round == number for each in found)}
         drawn, able = draw_order(self.contenders, number, self.seed), self._able()
         return [each for each in drawn if each in able and each.key not in done]

@@ -34,7 +34,7 @@ SEPARATELY = "ordered sums, checked in separate launches"
 class Equivalence:
     """Result of the check that all contenders trained the same model; `mismatches` says how one differs.
 
-    From three CPU ranks on, `same_bits` are those that gave the same bits with ordered sums, in launches of their own,
+    From three CPU ranks on, `same_bits` are those that gave the same bits with ordered sums, in separate launches,
     and `unchecked` says why others were not compared to the bit.
     """
 

@@ -106,7 +106,7 @@ def _import_dualdist() -> Library:
         dd.init()
         return dd.rank(), torch.zeros(2, device=dd.device())
 
-    # Looked up when they are called: the functions of dualdist import torch, which has a phase of its own.
+    # Looked up when they are called: the functions of dualdist import torch, which is a phase apart.
     def allreduce_(tensor: Any) -> None:
         dd.allreduce_(tensor, "sum", name="value")
 

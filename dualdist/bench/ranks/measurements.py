@@ -216,6 +216,15 @@ def measure_memory(backend: str, options: StepOptions, topology: Topology, store
     return {"contender": method, "peak_bytes": peak if known else None, "rank": topology.rank}
 
 
+def check_sum(options: AllreduceOptions) -> dict[str, Any]:
+    """Check one allreduce in an open session: powers of two reveal a rank that is missing or counted twice."""
+    result = dd.allreduce(torch.full((1000,), 2 ** dd.rank(), dtype=torch.int64, device=dd.device()), "sum")
+    expected = 2 ** dd.size() - 1
+    if not bool((result == expected).all()):
+        raise CollectiveError(f"the sum over {dd.size()} ranks is {int(result[0])}, expected {expected}")
+    return {}
+
+
 def measure_allreduces(options: AllreduceOptions) -> dict[str, Any]:
     """Time allreduces of every size in an open session; every rank calls this and gets the result."""
     device = dd.device()

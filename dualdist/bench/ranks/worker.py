@@ -16,15 +16,16 @@ from typing import Any
 
 import dualdist as dd
 from dualdist.bench.jobs import AllreduceOptions, StepOptions, TrainOptions
-from dualdist.bench.report import write_atomically
 from dualdist.environments import detect
 from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
+from dualdist.utils.output_file import write_atomically
 
 Report = dict[str, Any]
 OPTIONS: dict[str, type[Any]] = {
     "step": StepOptions,
     "allreduce": AllreduceOptions,
+    "sum": AllreduceOptions,
     "memory": StepOptions,
     "train": TrainOptions,
 }
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _measure(args.measurement, OPTIONS[args.measurement](**args.options), args.report)
     except DualdistError as error:
-        print(f"dualdist bench: {error}", file=sys.stderr, flush=True)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -59,6 +60,8 @@ def _measure(measurement: str, options: Any, path: Path) -> None:
         write_atomically(path.with_suffix(f".{topology.rank}.json"), json.dumps(report))
     elif measurement == "step":
         _measure_in_session(measurements.measure_steps, options, path)
+    elif measurement == "sum":
+        _measure_in_session(measurements.check_sum, options, path)
     elif measurement == "allreduce":
         _measure_in_session(measurements.measure_allreduces, options, path)
     else:
@@ -83,6 +86,7 @@ def _measure_in_session(measure: Callable[[Any], Report | None], options: Any, p
     finally:
         dd.shutdown()
     if found is not None and is_root:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({**found, "options": asdict(options), **run}))
 
 

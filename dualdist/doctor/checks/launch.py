@@ -1,9 +1,8 @@
-"""The launch: the requested backend, transport and timeline, and how Slurm starts the job."""
+"""The launch: the requested backend and transport, and how Slurm starts the job."""
 
 from collections.abc import Iterator
 
 from dualdist.backends.horovod import CONTROLLER
-from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.doctor.checks import DoctorContext, Finding, error, warning
 from dualdist.doctor.explain import explain_backend, invalid_choices
 from dualdist.environments import slurm
@@ -34,13 +33,6 @@ def find(context: DoctorContext) -> Iterator[Finding]:
 
 
 def _check_choices(context: DoctorContext) -> Iterator[Finding]:
-    if context.facts.timeline_error:
-        yield error(
-            "timeline-unwritable",
-            f"{TIMELINE}={get_value(context.environ, TIMELINE)}: {context.facts.timeline_error}",
-            f"rank 0 writes the timeline; if it cannot, {REFUSED}",
-            f"name a file in an existing, writable folder, or unset {TIMELINE}",
-        )
     invalid = invalid_choices(context.environ)
     for problem in invalid:
         yield error("choice-unknown", problem, REFUSED, "use one of these values, or unset the variable")

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from dualdist.doctor.checks import DoctorContext, Finding, Level, error, info, warning
 from dualdist.doctor.facts import MPI_PROGRAMS, Mpi4pyProbe, mpi_name
-from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.launch.execute import parse_mpi_version
 from dualdist.rendezvous.backend_selection import BACKEND
 
@@ -14,7 +13,6 @@ def find(context: DoctorContext) -> Iterator[Finding]:
     yield from _check_programs(context)
     yield from _check_mpi4py(context)
     yield from _check_requested(context)
-    yield from _check_rendezvous(context)
 
 
 def _check_programs(context: DoctorContext) -> Iterator[Finding]:
@@ -79,18 +77,3 @@ def _check_requested(context: DoctorContext) -> Iterator[Finding]:
     elif not mpi.available:
         command = context.command("pip", "install", "mpi4py")
         yield error("mpi4py-missing", mpi.reason, why, f"pip install mpi4py, or unset {BACKEND}", command)
-
-
-def _check_rendezvous(context: DoctorContext) -> Iterator[Finding]:
-    """Check that ranks which can only meet over MPI have a library for it."""
-    topology, horovod = context.topology, context.backends["horovod"]
-    if topology is None or topology.rendezvous != "mpi" or get_value(context.environ, RENDEZVOUS) is not None:
-        return
-    if context.facts.versions.get("mpi4py") is None and not (horovod.available and horovod.mpi is not False):
-        yield error(
-            "no-rendezvous",
-            f"mpi4py is not installed, and {topology.launcher} does not pass the address of rank 0",
-            "without an address, the ranks find each other over MPI",
-            f"pip install mpi4py, or set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name",
-            context.command("pip", "install", "mpi4py"),
-        )

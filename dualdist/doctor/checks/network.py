@@ -41,13 +41,6 @@ def check_hostname(host: HostFacts, *, is_multi_node: bool) -> Iterator[Finding]
             "torch's Gloo announces that address, which others cannot reach, unless given an interface, as by dualdist",
             f"give {host.name} its network address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
-    if host.resolve_s > SLOW_LOOKUP_S:
-        yield warning(
-            "hostname-slow",
-            f"resolving this host's own name, {host.name}, took {host.resolve_s:.1f} s",
-            "every rank does so at startup, some libraries several times",
-            f"add {host.name} to /etc/hosts, or remove unresponsive name servers from /etc/resolv.conf",
-        )
     if host.reverse_lookup_s > SLOW_LOOKUP_S:
         yield warning(
             "reverse-lookup-slow",

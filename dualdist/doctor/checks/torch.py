@@ -40,7 +40,7 @@ def find(context: DoctorContext) -> Iterator[Finding]:
             f"torch=={_release(installed)}, or use a fresh environment",
         )
     elif probe is not None:
-        yield from _check_torch(probe, installed, context)
+        yield from _check_version(probe)
         yield from _check_core(installed, context)
         yield from _check_gpu_support(probe, context)
         yield from _check_torchvision(probe, context)
@@ -57,7 +57,7 @@ def _check_python(context: DoctorContext) -> Iterator[Finding]:
         )
 
 
-def _check_torch(probe: TorchProbe, installed: str, context: DoctorContext) -> Iterator[Finding]:
+def _check_version(probe: TorchProbe) -> Iterator[Finding]:
     numbers = re.match(r"(\d+)\.(\d+)", probe.version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -66,21 +66,6 @@ def _check_torch(probe: TorchProbe, installed: str, context: DoctorContext) -> I
             f"torch {probe.version} is installed",
             f"dualdist requires torch {oldest} or newer: ranks do not start with an older one",
             "pip install --upgrade torch",
-        )
-    if _release(probe.version) != _release(installed):
-        yield warning(
-            "torch-twice",
-            f"pip reports torch {installed}, but `import torch` finds {probe.version}",
-            "packages built for one of them do not load with the other",
-            "pip uninstall torch until none is left, then install one of them",
-        )
-    if not probe.has_distributed:
-        yield Finding(
-            "error" if context.requested_backend == "native" else "warning",
-            "torch-without-distributed",
-            f"torch {probe.version} was built without torch.distributed",
-            "the native backend requires it",
-            "install another build of torch: pip install --force-reinstall torch",
         )
 
 
