@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> Callable[[], None]:
         raise UsageError("no program: expected dualdist exec script.py, -m module, or -- program")
     preparation = prepare(os.environ, args.timeout)
     if args.verbose:
-        print(f"dualdist exec: {preparation.describe()}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"dualdist exec: {preparation.describe()}\n")  # at once, as ranks share it
     return partial(_run, args.program, is_module=args.is_module)
 
 

@@ -22,6 +22,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
 from harness.rank_pool import serve
 from launch.torch_program import ToyModel, train
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -184,6 +185,26 @@ def a_callback_may_wait_for_another_operation() -> None:
 
 
 @law
+def buckets_of_powersgd_send_in_one_order_on_all_ranks() -> None:
+    """Its callbacks begin operations; on Gloo, this hangs (torch 2.13)."""
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+    model = DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    model.register_comm_hook(state, powerSGD_hook)
+    generator = torch.Generator().manual_seed(me())
+    for step in range(6):
+        if step % len(ranks()) == me():
+            time.sleep(0.02)  # so that ranks come to a bucket in turn first
+        model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        listed = [torch.empty_like(parameter) for _ in ranks()]
+        dist.all_gather(listed, parameter.grad)
+        assert all(torch.equal(each, listed[0]) for each in listed)
+
+
+@law
 def objects_and_coalesced_and_functional_operations_work() -> None:
     listed: list[object] = [None for _ in ranks()]
     dist.all_gather_object(listed, {"rank": me()})
@@ -198,6 +219,9 @@ def objects_and_coalesced_and_functional_operations_work() -> None:
     coalesced.wait()
     assert torch.equal(tensors[1], sum(drawn(rank + 1) for rank in ranks()))
     assert torch.equal(functional.all_reduce(drawn(me()), "sum", dist.group.WORLD) + 0, sum(map(drawn, ranks())))
+    unwaited = functional.all_reduce(torch.ones(2, 3), "sum", dist.group.WORLD)
+    dist.all_reduce(unwaited)
+    assert unwaited.tolist() == [[len(ranks()) ** 2.0] * 3] * 2
     found = functional.all_gather_tensor(drawn(me()), 0, dist.group.WORLD)
     assert torch.equal(found + 0, torch.cat([drawn(rank) for rank in ranks()]))
 
@@ -323,6 +347,13 @@ def what_it_does_not_move_is_refused_by_name() -> None:
     raises(lambda: dist.all_reduce(torch.ones(2, device="meta")), "CPU tensors, not meta")
     raises(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), "average", "int64")
     raises(lambda: dist.all_gather_into_tensor(torch.empty(3), torch.ones(2)), "into 3")
+    raises(lambda: dist.all_gather([torch.empty(3) for _ in ranks()], torch.ones(2)), "8 bytes each", "12")
+    raises(lambda: dist.all_gather([torch.empty(2)], torch.ones(2)), f"on {len(ranks())} ranks", "[8]")
+    raises(lambda: dist.broadcast(torch.ones(2), 9), "rank 9 of a group", f"0 to {len(ranks()) - 1}")
+    raises(lambda: dist.broadcast(torch.sparse_coo_tensor([[0]], [1.0], (8,)), 0), "sparse", "to_dense()")
+    mesh = init_device_mesh("cpu", (len(ranks()),))
+    sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    raises(lambda: dist.all_reduce(sharded), "DTensor", "to_local()")
     narrow = torch.empty(2 * len(ranks()), dtype=torch.float16)
     raises(lambda: dist.all_gather_into_tensor(narrow, torch.ones(2)), "float32", "into", "float16")
 
