@@ -38,7 +38,7 @@ from dualdist.collectives.broadcast_state import allgather_object, broadcast_all
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors
+from dualdist.collectives.tensor_utils import extract_tensors, insert_tensors
 from dualdist.collectives.work import Collective
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
-from dualdist.collectives.nested_tensors import map_nested
+from dualdist.collectives.tensor_utils import map_nested
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler

@@ -17,8 +17,7 @@ from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors, map_nested
-from dualdist.collectives.tensor_utils import named_pairs
+from dualdist.collectives.tensor_utils import extract_tensors, insert_tensors, map_nested, named_pairs
 from dualdist.collectives.work import Collective
 from dualdist.errors import MismatchError, UsageError
 from dualdist.utils.suggest import type_name

@@ -22,8 +22,8 @@ from dualdist.collectives.arguments import Reduction, check_reduction
 from dualdist.collectives.broadcast_state import broadcast_nested
 from dualdist.collectives.collectives import allreduce, run_agreed
 from dualdist.collectives.group import Group
-from dualdist.collectives.nested_tensors import map_nested
 from dualdist.collectives.reductions import Op
+from dualdist.collectives.tensor_utils import map_nested
 from dualdist.ddp.adasum import DeltaSteps, closure_of
 from dualdist.ddp.bucket_plan import ReducerConfig
 from dualdist.ddp.compression import ErrorFeedback
