@@ -1,4 +1,7 @@
-"""Exchange of bytes and pickled objects over a backend, without checks: every rank makes the same calls in order."""
+"""Exchange of bytes and pickled objects over a backend; every rank makes the same calls in the same order.
+
+No request is compared first, as dualdist/collectives does it; `check_same_tensors` compares tensors that will be sent.
+"""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Resp
         found = [(rank, other) for rank, row in active if (other := row.request(request.name)) is not None]
         if len(found) < len(active):
             continue
-        reason = _objection(request, found, joined)
+        reason = _find_mismatch(request, found, joined)
         if reason:
             refused.append((request.name, reason))
         else:
@@ -147,7 +147,7 @@ def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Resp
     return Response(tuple(agreed), tuple(refused))
 
 
-def _objection(
+def _find_mismatch(
     request: CollectiveRequest, found: Sequence[tuple[int, CollectiveRequest]], joined: Sequence[int]
 ) -> str:
     """Return why the ranks cannot perform the request together, or ""."""

@@ -1,8 +1,10 @@
 """Reduce gradients during backward(): launch full buckets in the same order on every rank, and finish at its end.
 
-Note [bucket order]: all ranks must reduce the same buckets in the same order, but autograd may finish gradients in a
-different order on each rank, and skip those that a rank's loss does not use. So a full bucket is launched only after
-all before it, and the rest when backward ends. A gradient that is None is sent as zeros with a flag.
+Note [bucket order]: parameters are assigned to buckets last first (param_buckets), and once more, after the first
+reduction, in the order in which rank 0's gradients arrived. All ranks must reduce the same buckets in the same order,
+but autograd may finish gradients in a different order on each rank, and skip those that a rank's loss does not use. So
+a full bucket is launched only after all before it, and the rest when backward ends. A gradient that is None is sent as
+zeros with a flag.
 
 Note [several optimizers]: ranks may differ in which of several optimizers a backward touches. So once a session has
 several, nothing is launched early: when backward ends the ranks exchange, in one small message, which reducers are

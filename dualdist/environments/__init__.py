@@ -1,7 +1,7 @@
 """Launcher detection: one function per launcher, from environment variables to a Topology, tried in ORDER.
 
-To add one, write its function in a module of this package, and a Detection in ORDER. Importing this package reads
-nothing and loads neither torch nor MPI.
+To add one, write its function in a module of this package, and a Detection in ORDER; dualdist/launch/launchers is for
+starting ranks. Importing this package reads nothing and loads neither torch nor MPI.
 """
 
 import json

@@ -11,7 +11,7 @@ from dualdist.environments.env_values import MASTER, get_integer, get_main_addre
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.environments.torchrun import RUN_ID
 from dualdist.errors import UsageError
-from dualdist.rendezvous.meeting import Meeting, meet, reserve_port
+from dualdist.rendezvous.exec_rendezvous import ExecRendezvous, meet, reserve_port
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.machine import package_version
@@ -54,25 +54,25 @@ def prepare(environ: MutableMapping[str, str], timeout_s: float) -> Preparation:
         return Preparation(topology, {})  # Horovod's ranks come and go, torch's cannot
     main = get_main_address(given)
     if topology.size > 1 and (main is None or topology.inferred):
-        meeting = meet(topology, environ, Deadline(timeout_s))
+        rendezvous = meet(topology, environ, Deadline(timeout_s))
     else:
         wanted = get_integer(given, MASTER[1]) or 0
-        meeting = Meeting(LOOPBACK, reserve_port(wanted) if main is None else wanted, topology)
-    variables = program_variables(given, meeting)
+        rendezvous = ExecRendezvous(LOOPBACK, reserve_port(wanted) if main is None else wanted, topology)
+    variables = program_variables(given, rendezvous)
     environ.update(variables)
     environ[EXEC_VARIABLES] = json.dumps(variables)
-    return Preparation(meeting.topology, variables)
+    return Preparation(rendezvous.topology, variables)
 
 
-def program_variables(given: Mapping[str, str], meeting: Meeting) -> dict[str, str]:
+def program_variables(given: Mapping[str, str], rendezvous: ExecRendezvous) -> dict[str, str]:
     """Return the variables that a program gets beside those that are given, or in place of other values of them."""
-    topology, main = meeting.topology, get_main_address(given)
+    topology, main = rendezvous.topology, get_main_address(given)
     values = topology_variables(topology)
-    values[MASTER[0]] = get_value(given, MASTER[0]) or meeting.address
-    values[MASTER[1]] = str(meeting.port if main is None else main.port)
+    values[MASTER[0]] = get_value(given, MASTER[0]) or rendezvous.address
+    values[MASTER[1]] = str(rendezvous.port if main is None else main.port)
     defaults = {RUN_ID: "dualdist-exec"}
-    if meeting.interface is not None:
-        defaults[GLOO_INTERFACE] = meeting.interface
+    if rendezvous.interface is not None:
+        defaults[GLOO_INTERFACE] = rendezvous.interface
     if topology.size > 1 and not _has_accelerator(given):
         defaults[ACCELERATE_CPU] = "true"
     values |= {name: value for name, value in defaults.items() if get_value(given, name) is None}

@@ -18,7 +18,7 @@ from dualdist.launch.hosts import check_hosts, check_interface, probe_host
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
-from dualdist.rendezvous.meeting import RUN_RENDEZVOUS
+from dualdist.rendezvous.exec_rendezvous import RUN_RENDEZVOUS
 from dualdist.utils.redaction import is_secret, redact_variables
 from dualdist.utils.variables import REQUEUE
 

@@ -151,26 +151,26 @@ def _path_of(url: str) -> Path:
 
 
 def rendezvous_endpoint(
-    topology: Topology, environ: MutableMapping[str, str], deadline: Deadline, purpose: str = ""
+    topology: Topology, environ: MutableMapping[str, str], deadline: Deadline, suffix: str = ""
 ) -> AddressExchange | tuple[str, int]:
     """Return the address and port at which rank 0 listens, or the exchange by which the other ranks learn it.
 
     Args:
-        purpose: tells a second meeting of one job from the first.
+        suffix: distinguishes a second rendezvous of one job from the first.
     """
     given = environ.get(RENDEZVOUS)
     if given and urlsplit(given).scheme == "tcp":
         return _address_of(given)
     if given:
-        return FileAddressExchange(Path(f"{_path_of(given)}{purpose}"))
+        return FileAddressExchange(Path(f"{_path_of(given)}{suffix}"))
     if topology.rendezvous == "mpi":
         return BroadcastAddressExchange(lambda text: world.broadcast_text(text, topology, environ, deadline))
     if topology.rendezvous == "horovod":
-        return HorovodAddressExchange(environ[STORE_ADDRESS], int(environ[STORE_PORT]), deadline, f"rank0{purpose}")
+        return HorovodAddressExchange(environ[STORE_ADDRESS], int(environ[STORE_PORT]), deadline, f"rank0{suffix}")
     if topology.rendezvous == "slurm":
         folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
         step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))
-        return FileAddressExchange(Path(folder) / f".dualdist-{step}{purpose}")
+        return FileAddressExchange(Path(folder) / f".dualdist-{step}{suffix}")
     if topology.address is None or topology.port is None:
         raise TopologyError(
             f"the {topology.size} ranks have no address for rendezvous (from {topology.source}): "

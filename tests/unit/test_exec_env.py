@@ -14,7 +14,7 @@ from doctor_facts import RECORDS
 from dualdist.environments import EXEC_VARIABLES, detect, find_unused
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.launch.exec_env import prepare, program_variables, topology_variables
-from dualdist.rendezvous.meeting import Meeting, reserve_port
+from dualdist.rendezvous.exec_rendezvous import ExecRendezvous, reserve_port
 
 EXEC = (sys.executable, "-m", "dualdist", "exec")
 ROWS = [
@@ -124,7 +124,7 @@ def test_without_a_launcher_there_is_one_rank_and_no_meeting() -> None:
 def test_dualdist_finds_its_launcher_as_without_exec(environ: Mapping[str, str]) -> None:
     """Also if the program changes the address; and `doctor` names what exec set."""
     topology = detect(environ)
-    values = program_variables(environ, Meeting("10.0.0.1", 4321, topology, "eth7"))
+    values = program_variables(environ, ExecRendezvous("10.0.0.1", 4321, topology, "eth7"))
     inside = {**environ, **values, EXEC_VARIABLES: json.dumps(values)}
     assert detect(inside) == topology
     assert detect({**inside, "MASTER_ADDR": "own"}).launcher == topology.launcher

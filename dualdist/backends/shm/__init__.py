@@ -1,1 +1,1 @@
-"""Shared memory between the ranks of a host, which the native backend uses."""
+"""Shared memory between the ranks of a host: tensors of the native backend, small messages of every backend."""

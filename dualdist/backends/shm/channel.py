@@ -41,7 +41,7 @@ class Channel(Protocol):
 
     @property
     def steps(self) -> int:
-        """Count how often this rank has waited for the others."""
+        """Return how often this rank has got on, in what it waits for."""
 
     def announce(self) -> int:
         """Count an operation that this rank is ready for; return its number."""
@@ -96,7 +96,7 @@ class HostRanks:
 
         Raises:
             RankLostError: a rank has ended.
-            CollectiveTimeoutError: no rank did anything for `timeout_s`.
+            CollectiveTimeoutError: this rank did not get on for `timeout_s`.
         """
         channel = self.channel
         if channel.advance(LIVENESS_CHECK_S):  # mostly

@@ -1,6 +1,7 @@
 """Launchers: one description each, from which the command lines, options and errors that concern them are derived.
 
-To add one, write its commands and its Launcher in a module of this package, and add it to ALL.
+To add one, write its commands and its Launcher in a module of this package, and add it to ALL;
+dualdist/environments is where its ranks find who they are.
 """
 
 from collections.abc import Collection, Iterator

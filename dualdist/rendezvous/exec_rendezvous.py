@@ -1,8 +1,8 @@
-"""A meeting of the ranks before the program starts: they agree on rank 0's address and a port, without torch.
+"""Rendezvous of `dualdist exec`: before the program starts, ranks agree on rank 0's address and a port, without torch.
 
-Note [no MPI]: MPI starts once in a process, and it is the program's to start. So the ranks of one host meet at a Unix
-socket that is named after their launcher's process. Ranks on several hosts, under a launcher that has neither an
-address nor a store, do meet through MPI, which then runs until the program ends.
+Note [MPI last]: MPI starts once in a process, and the program may want to start it. So the ranks of one host connect to
+a Unix socket that is named after their launcher's process. Only ranks on several hosts, under a launcher that has
+neither an address nor a store, exchange the address by MPI, which then runs until the program ends.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from dualdist.utils.network_interfaces import LOOPBACK, PROBE_S, StoreAddress
 
 # Set by `dualdist run` where the ranks are on hosts that were given to it: where rank 0 listens.
 RUN_RENDEZVOUS = "DUALDIST_RUN_RENDEZVOUS"
-PURPOSE = "-exec"
+EXEC_SUFFIX = "-exec"
 POLL_S = 0.02
 UNIX_NAME = 100  # bytes at most
 ERRORS = {kind.__name__: kind for kind in (TopologyError, RendezvousError)}
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ExecRendezvous:
     """Rank 0's address as this rank reaches it, a port reserved there, and where all ranks are."""
 
     address: str
@@ -47,7 +47,7 @@ class Meeting:
 Endpoint = str | tuple[str, int] | AddressExchange
 
 
-def meet(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Meeting:
+def meet(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> ExecRendezvous:
     """Exchange the ranks' locations: each sends a report to rank 0, and is answered when all have come."""
     host = network_interfaces.host_identity(environ)
     report = make_report(topology, host, "exec")
@@ -65,23 +65,23 @@ def meet(topology: Topology, environ: MutableMapping[str, str], deadline: Deadli
     locations = [RankLocation(*location) for location in answer["locations"]]
     interface = None
     if len({location.host for location in locations}) > 1:
-        is_near = locations[topology.rank].host == locations[0].host  # where the route to that address is loopback
-        find = network_interfaces.find_interface if is_near else network_interfaces.interface_towards
+        is_local = locations[topology.rank].host == locations[0].host  # where the route to that address is loopback
+        find = network_interfaces.find_interface if is_local else network_interfaces.interface_towards
         with contextlib.suppress(RendezvousError):
             interface = find(network_interfaces.resolve_address(answer["address"]))
-    return Meeting(answer["address"], answer["port"], with_location(topology, locations), interface)
+    return ExecRendezvous(answer["address"], answer["port"], with_location(topology, locations), interface)
 
 
 def _find_endpoint(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Endpoint:
-    if meet := environ.get(RUN_RENDEZVOUS):
-        return rendezvous_endpoint(topology, {RENDEZVOUS: meet}, deadline)
+    if given := environ.get(RUN_RENDEZVOUS):
+        return rendezvous_endpoint(topology, {RENDEZVOUS: given}, deadline)
     is_one_host = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
     if topology.rendezvous in ("mpi", "slurm") and is_one_host and not get_value(environ, RENDEZVOUS):
         launcher = _find_launcher(dict(topology.origins)["rank"], environ)
         if launcher is not None:
             job = environ.get("PMIX_NAMESPACE", "")  # one daemon may start several jobs
             return f"\0dualdist-exec-{os.getuid()}-{launcher}-{job}"[:UNIX_NAME]
-    endpoint = rendezvous_endpoint(topology, environ, deadline, PURPOSE)
+    endpoint = rendezvous_endpoint(topology, environ, deadline, EXEC_SUFFIX)
     if isinstance(endpoint, BroadcastAddressExchange):
         late = partial(world.start_timeout, topology, "MPI", deadline.timeout_s)
         call_within(deadline.left_s(), lambda: world.start(topology, environ), late)
