@@ -192,7 +192,6 @@ def test_by_default_all_backends_that_can_run_are_measured(launch: Launch, openm
         return [word.partition("=")[2] for word in dict.fromkeys(found)]
 
     assert backends("allreduce") == backends("step") == backends("startup") == ["native", "horovod", "mpi"]
-    assert backends("allreduce", "--transport", "shm") == ["native"]
     assert backends("allreduce", "--launcher", "torchrun") == ["native", "horovod"]
 
 
