@@ -7,7 +7,6 @@ kernel). A container may see its own group as the root, and then only that one c
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -104,15 +103,13 @@ def core_language() -> str:
 def package_version(name: str) -> str | None:
     """Return the installed version of a package without importing it, or None; torch's with its build, as +cu132."""
     try:
-        version = importlib.metadata.version(name)
+        package = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    if name == "torch" and "+" not in version:  # PyPI's wheels name the build in torch.__version__ alone
-        spec = importlib.util.find_spec(name)
-        source = _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else ""
-        found = TORCH_VERSION.search(source)
-        return found[1] if found is not None else version
-    return version
+    if name == "torch" and "+" not in package.version:  # PyPI's wheels name the build in torch.__version__ alone
+        found = TORCH_VERSION.search(_read(Path(str(package.locate_file("torch/version.py")))))
+        return found[1] if found is not None else package.version
+    return package.version
 
 
 @dataclass(frozen=True)
