@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dualdist.backends.base import Backend, CompletedWork, ConvertedWork, PointToPoint, ReduceOp, Work
 from dualdist.backends.control_plane import as_bytes
@@ -470,7 +469,7 @@ def numbered(name: str, tensors: Sequence[object]) -> list[str]:
 def check(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the tensors; UnsupportedError unless they are on the CPU, each in memory of its own."""
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, WAIT):
+        if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, WAIT):
             kind = type(tensor).__name__
             raise UnsupportedError(f"{kind} is made of other tensors: pass those, as to_local() of a DTensor")
         if tensor.device.type != "cpu":
