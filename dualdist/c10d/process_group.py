@@ -302,8 +302,11 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         if not flat.numel():
             return CompletedWork(flat)
         if op in BITWISE:
-            rows = backend.allgather(flat.view(1, -1), name)
-            return ConvertedWork(rows, lambda found: flat.copy_(combined(found, BITWISE[op]).view(flat.shape)))
+            if flat.is_floating_point() or flat.is_complex():
+                raise UsageError(f"{op} of {flat.dtype}: expected whole numbers or bool")
+            data = as_bytes(flat)
+            rows = backend.allgather(data.view(1, -1), name)
+            return ConvertedWork(rows, lambda found: data.copy_(combined(found, BITWISE[op]).view(-1)))
         if op == Op.AVG:
             if not (flat.is_floating_point() or flat.is_complex()):
                 raise UsageError(f"the average of {flat.dtype} is not a {flat.dtype}: convert the tensor, or add")
