@@ -54,13 +54,6 @@ def test_the_record_names_the_installed_torch(record: BuildRecord) -> None:
     assert record.python == sysconfig.get_config_var("SOABI")
 
 
-def test_an_unknown_version_is_one_sentence(tmp_path: Path) -> None:
-    done = dualdist("--version", "0.0.1")
-    assert done.returncode == 1
-    assert "downloading horovod==0.0.1 failed" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_cached_wheel_works_in_another_environment(record: BuildRecord, kept_wheel: Path, tmp_path: Path) -> None:
     """It finds MPI beside itself, not in the environment where it was built, which may no longer exist."""
     other = tmp_path / "other"
