@@ -1,18 +1,12 @@
-"""Help of the command line: --help on one screen, with examples; --help-all with every option; shell completion.
-
-And the files that --json and --csv name: checked before the work begins, written when it is done.
-"""
+"""Help of the command line: --help on one screen, with examples; --help-all with every option; shell completion."""
 
 import argparse
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
-from dualdist.errors import UsageError
 from dualdist.utils.suggest import did_you_mean
 
 WIDTH, HEIGHT = 80, 24
@@ -117,26 +111,3 @@ class _Completer:
     def __call__(self, prefix: str, **known: Any) -> list[str]:
         head, comma, _ = prefix.rpartition(",")
         return [f"{head}{comma}{value}" for value in self._values]
-
-
-def check_writable(option: str, where: str | None) -> None:
-    """Raise UsageError if the file cannot be written."""
-    if where in (None, "-"):
-        return
-    path = Path(str(where)).resolve()
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{option} {where}: this cannot be written; name another file")
-
-
-def write_json(where: str | None, text: str) -> None:
-    """Write the text to the file of --json, or to standard output for `-`; None: the option was not given."""
-    if where == "-":
-        sys.stdout.write(f"{text}\n")
-    elif where is not None:
-        try:
-            Path(where).write_text(f"{text}\n")
-        except OSError as error:
-            reason = f"cannot write it ({error.strerror})"
-            raise UsageError(f"--json {where}: {reason}; name another file, or - for stdout") from error

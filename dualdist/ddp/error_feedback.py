@@ -36,7 +36,7 @@ POSITION = torch.int32  # of an element, in top-k
 
 @dataclass
 class FeedbackState:
-    """What an optimizer's reducer keeps between reductions, by the number of the parameter."""
+    """State of an optimizer's reducer between reductions, by the number of the parameter."""
 
     compression: ErrorFeedback
     reductions: int = 0
