@@ -195,6 +195,7 @@ def test_beyond_two_ranks_bits_are_compared_in_launches_with_ordered_sums(launch
     short = ("--baselines", "", "--rounds", "1", "--warmup", "1", "--steps", "2", "--json", "kept.json")
     outcome = launch([*COMPARE, *words, *short], timeout_s=400)
     kept = json.loads((launch.directory / "kept.json").read_text())
+    assert [job["error"] for job in kept["jobs"]] == [None] * 6
     digests = {job["contender"]: {rank["digest"] for rank in job["ranks"]} for job in kept["jobs"]}
     plain = [f"dualdist-{name}" for name in ("native-gloo-torchrun", "native-shm-torchrun", "mpi-mpi-mpirun")]
     assert len(set.union(*(digests.pop(f"{name}-ordered") for name in plain))) == 1
