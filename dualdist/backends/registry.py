@@ -64,7 +64,7 @@ class BackendSpec:
 
     name: str
     start: Callable[[InitContext], Backend]
-    transports: tuple[str, ...]  # values of DUALDIST_TRANSPORT that it accepts
+    transports: tuple[str, ...]  # values of DUALDIST_TRANSPORT that it accepts; short comparisons take the first
     start_early: Callable[[InitContext], Backend | None] = lambda context: None
     adopt: Callable[[InitContext], AdoptedGroup | None] = lambda context: None
     launcher: str = "torchrun"  # chosen by `dualdist run` for remote hosts
@@ -83,7 +83,7 @@ def register(
     Args:
         name: what dd.init() and DUALDIST_BACKEND call it.
         start: called on every rank with an InitContext after rendezvous; returns its Backend.
-        transports: the names that its Backend.transport may have.
+        transports: the names that its Backend.transport may have, the fastest first.
         **fields: the other fields of BackendSpec.
 
     Returns:

@@ -25,7 +25,7 @@ GPUS = replace(FACTS, gpus=2)
 def test_by_default_every_transport_runs_by_the_launcher_that_fits_it() -> None:
     found = expand_configs(None, ["native", "horovod"], None, {})
     assert [(each.launcher, each.backend, each.transport) for each in found] == [
-        *(("torchrun", "native", transport) for transport in ("gloo", "shm", "nccl")),
+        *(("torchrun", "native", transport) for transport in ("shm", "gloo", "nccl")),
         *(("torchrun", "horovod", "gloo"), ("mpirun", "horovod", "mpi"), ("torchrun", "horovod", "nccl")),
     ]
     assert {each.launcher for each in expand_configs(None, ["native"], None, {"SLURM_JOB_ID": "7"})} == {"srun"}
@@ -57,7 +57,7 @@ IN_SLURM = replace(SITE, tools={**SITE.tools, "srun": "/v/srun"})
         *((words, FACTS, SITE, None) for words in
           ("torchrun native shm", "mpirun horovod mpi", "horovodrun horovod gloo", "spawn native gloo")),
         ("torchrun horovod mpi", FACTS, SITE, "needs a launcher that starts MPI, not torchrun"),
-        ("torchrun native mpi", FACTS, SITE, "expected one of gloo, shm, nccl for the backend native, not mpi"),
+        ("torchrun native mpi", FACTS, SITE, "expected one of shm, gloo, nccl for the backend native, not mpi"),
         ("srun native shm", FACTS, SITE, "srun was not found"),
         ("torchrun native nccl", FACTS, SITE, "torch sees no GPU here"),
         ("python native shm", FACTS, SITE, "plain python starts one rank"),
@@ -135,7 +135,7 @@ def test_without_a_runnable_candidate_the_error_lists_the_reasons() -> None:
     [
         (None, ["nativ"], None, "backend 'nativ': expected one of native"),
         (None, ["single"], None, "backend 'single': expected one of native"),
-        (None, ["native"], ["tcp"], "transport 'tcp': expected one of gloo"),
+        (None, ["native"], ["tcp"], "transport 'tcp': expected one of shm"),
         (["torchrn"], ["native"], None, "did you mean 'torchrun'"),
     ],
 )

@@ -136,7 +136,7 @@ MISTAKES = [
      "2: the backend mpi needs a launcher that starts MPI, not torchrun: choose horovodrun-mpi or mpirun or srun"),
     ("transport: mpi\nlauncher: spawn",
      "1: the transport mpi needs a launcher that starts MPI, not spawn: choose horovodrun-mpi or mpirun or srun"),
-    ("backend: native\ntransport: mpi", "2: expected one of gloo, shm, nccl for the backend native, not mpi"),
+    ("backend: native\ntransport: mpi", "2: expected one of shm, gloo, nccl for the backend native, not mpi"),
     ("ranks: 2\nlauncher: python", "2: plain python starts one rank on this host: choose torchrun, mpirun or spawn"),
 ]  # fmt: skip
 

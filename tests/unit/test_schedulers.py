@@ -223,7 +223,7 @@ def test_mpi_gets_a_launcher_that_starts_it(asked: Mapping[str, str]) -> None:
          "the backend mpi needs a launcher that starts MPI, not torchrun: choose srun or mpirun\n"),
         ("--scheduler pbs --launcher horovodrun --transport mpi", "not horovodrun: choose mpirun\n"),
         ("--scheduler slurm --backend native --transport mpi",
-         "expected one of gloo, shm, nccl for the backend native, not mpi\n"),
+         "expected one of shm, gloo, nccl for the backend native, not mpi\n"),
         ("--scheduler slurm --max-restarts 2", "--max-restarts: only for ranks that dualdist run starts itself"),
         ("--scheduler slurm --timeout 60", "--timeout: only"),
         ("--scheduler slurm --log-dir logs", "--log-dir: only"),

@@ -28,5 +28,5 @@ def adopt(context: InitContext) -> AdoptedGroup | None:
 
 
 SPEC = BackendSpec(
-    NATIVE, start, adopt=adopt, transports=("gloo", "shm", "nccl"), library="torch.distributed", uses_nccl_on_gpus=True
+    NATIVE, start, adopt=adopt, transports=("shm", "gloo", "nccl"), library="torch.distributed", uses_nccl_on_gpus=True
 )
