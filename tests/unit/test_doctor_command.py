@@ -275,7 +275,7 @@ def test_the_backend_is_the_one_that_init_would_choose(
 def test_invalid_choices_and_variables_are_listed_with_the_error() -> None:
     result = explained(recorded("torchrun") | {"DUALDIST_BACKEND": "nativ", "DUALDIST_TRANSPORT": "tcp"})
     assert "'nativ': expected one of auto, native" in result.error
-    assert "'tcp': expected one of gloo" in result.error
+    assert "'tcp': expected one of shm, gloo" in result.error
     assert {"rank", "size", "launcher"} <= sources(result).keys()
     assert "backend" not in sources(result)
     result = explained({"RANK": "0", "SLURM_NTASKS": "4", "HOME": "/root"})
