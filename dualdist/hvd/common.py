@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from dualdist import session
 from dualdist.errors import BackendError, CollectiveError, UsageError
@@ -32,21 +31,6 @@ class HostsUpdatedInterrupt(RuntimeError):
 
     def __init__(self, skip_sync: bool) -> None:
         self.skip_sync = skip_sync
-
-
-def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """Return the message of HorovodVersionMismatchError."""
-    return f"built for {name} {version}, but {name} {installed_version} is installed: reinstall it"
-
-
-class HorovodVersionMismatchError(ImportError):
-    """The installed version of a framework is not the one that Horovod was built for."""
-
-    def __init__(self, name: str, version: str, installed_version: str) -> None:
-        super().__init__(get_version_mismatch_message(name, version, installed_version))
-        self.name = name
-        self.version = version
-        self.installed_version = installed_version
 
 
 @contextlib.contextmanager
@@ -105,21 +89,6 @@ def split_list(l: Sequence[Any], n: int) -> list[Sequence[Any]]:  # noqa: E741 (
     each, over = divmod(len(l), n)
     starts = [part * each + min(part, over) for part in range(n + 1)]
     return [l[start:end] for start, end in itertools.pairwise(starts)]
-
-
-def is_iterable(x: object) -> bool:
-    try:
-        iter(x)  # type: ignore[call-overload]
-    except TypeError:
-        return False
-    return True
-
-
-def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return True if a version "major.minor.patch" is the target or later."""
-    if not isinstance(ver, str) or not isinstance(target, str) or target.count(".") != 2:
-        raise ValueError(f"versions {ver!r} and {target!r}: expected texts, the second one major.minor.patch")
-    return bool(TorchVersion(ver) >= target)
 
 
 def env(**kwargs: str | None) -> AbstractContextManager[None]:
