@@ -5,10 +5,8 @@ requests and replies are lines of JSON.
 """
 
 import json
-import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,13 +33,12 @@ CONNECT_TIMEOUT_S = 5.0
 # A host connects to many others at once, and some connections wait.
 ALL_CONNECTIONS_TIMEOUT_S = 10 * CONNECT_TIMEOUT_S
 MAX_CONNECTIONS = 32
+MAX_HOSTS = 1024  # that may connect at once
 # The default port of torchrun and many scripts.
 DEFAULT_PORT = 29500
-# The nonce proves that this program answered, on the intended host.
-GREETING = "dualdist doctor {}\n"
 
-# The address, port and nonce at which another host can connect to this program.
-Target = tuple[str, int, str]
+# The address and port at which another host can connect to this program.
+Target = tuple[str, int]
 
 
 def probe_hosts(hosts: Sequence[Host], site: Site, env: Mapping[str, str]) -> list[HostReport]:
@@ -70,9 +67,9 @@ def parse_greeting(name: str, message: Mapping[str, Any]) -> tuple[HostFacts, li
     """Parse a host's first message; raise LaunchError if its dualdist has another format."""
     try:
         limits = {field: tuple(message["facts"][field]) for field in ("open_files", "locked_memory", "infiniband")}
-        facts, nonce = HostFacts(**{**message["facts"], **limits}), message["nonce"]
+        facts = HostFacts(**{**message["facts"], **limits})
         addresses = facts.external_interfaces().values()
-        return facts, [(address, port, nonce) for address in addresses for port in message["ports"]]
+        return facts, [(address, port) for address in addresses for port in message["ports"]]
     except (KeyError, TypeError) as error:
         version = message.get("facts", {}).get("versions", {}).get("dualdist", "of an unknown version")
         raise LaunchError(
@@ -101,8 +98,7 @@ def _connect_to_others(peer: HostPeer, own: HostReport, targets: Mapping[str, Se
         return replace(own, facts=None, problem=str(error))
     errors, addresses = iter(reply["errors"]), own.facts.external_interfaces().values()
     connections = {
-        name: drop_own_addresses({(address, port): next(errors) for address, port, _ in each}, addresses)
-        for name, each in others.items()
+        name: drop_own_addresses({target: next(errors) for target in each}, addresses) for name, each in others.items()
     }
     return replace(own, connections=connections, resolved=reply["resolved"])
 
@@ -123,41 +119,26 @@ def drop_own_addresses(
     return kept or dict.fromkeys(results, SAME_ADDRESS)
 
 
-def open_listeners(nonce: str) -> list[socket.socket]:
-    """Return sockets that greet every client, on a port chosen by the system and on DEFAULT_PORT if it is free."""
-    greeting = GREETING.format(nonce).encode()
+def open_listeners() -> list[socket.socket]:
+    """Return listening sockets, on a port chosen by the system and on DEFAULT_PORT if it is free."""
     servers = []
     for port in (0, DEFAULT_PORT):
         try:
-            server = socket.create_server(("", port))
+            servers.append(socket.create_server(("", port), backlog=MAX_HOSTS))  # the system accepts connections
         except OSError:
             continue
-        threading.Thread(target=_greet_clients, args=(server, greeting), daemon=True).start()
-        servers.append(server)
     return servers
 
 
-def _greet_clients(server: socket.socket, greeting: bytes) -> None:
-    while True:
-        try:
-            client, _ = server.accept()
-            with client:
-                client.sendall(greeting)
-        except OSError:
-            continue
-
-
-def connect(address: str, port: int, nonce: str) -> str:
-    """Connect to the host with this nonce; return the error, "" for success."""
-    greeting = GREETING.format(nonce).encode()
+def connect(address: str, port: int) -> str:
+    """Connect to another host's program; return the error, "" for success."""
     try:
-        with socket.create_connection((address, port), CONNECT_TIMEOUT_S) as client:
-            received = client.recv(len(greeting), socket.MSG_WAITALL)
+        with socket.create_connection((address, port), CONNECT_TIMEOUT_S):
+            return ""
     except ConnectionRefusedError:
         return "connection refused, though dualdist listens there; is there a firewall between the hosts?"
     except OSError as error:
         return failure_reason(error)
-    return "" if received == greeting else "another program answers; does another host have the same address?"
 
 
 def handle(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,9 +153,8 @@ def handle(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Report this host, then serve requests."""
-    nonce = secrets.token_hex(8)
-    ports = [server.getsockname()[1] for server in open_listeners(nonce)]
-    _reply({"facts": asdict(collect_host_facts()), "ports": ports, "nonce": nonce})
+    servers = open_listeners()
+    _reply({"facts": asdict(collect_host_facts()), "ports": [server.getsockname()[1] for server in servers]})
     for line in sys.stdin:
         _reply(handle(json.loads(line)))
     return 0
