@@ -111,12 +111,14 @@ def strip_user(name: str) -> str:
 def drop_own_addresses(
     results: Mapping[tuple[str, int], str], addresses: Collection[str]
 ) -> dict[tuple[str, int], str]:
-    """Drop failed connections to addresses that the connecting host has itself, such as docker0's.
+    """Drop connections to addresses that the connecting host has itself, such as docker0's.
 
-    There it connects to itself, which says nothing about the other host. A success means that both names are one host.
+    There it connects to itself, which says nothing about the other host. Where there are no others, all succeed only if
+    both names are one host.
     """
-    kept = {target: error for target, error in results.items() if not error or target[0] not in addresses}
-    return kept or dict.fromkeys(results, SAME_ADDRESS)
+    others = {target: error for target, error in results.items() if target[0] not in addresses}
+    is_same_host = not any(results.values())
+    return others or (dict(results) if is_same_host else dict.fromkeys(results, SAME_ADDRESS))
 
 
 def open_listeners() -> list[socket.socket]:

@@ -74,10 +74,11 @@ DOCKER0 = ("172.17.0.1", 29500)
 REFUSED = "connection refused"
 
 
-def test_failures_at_own_addresses_are_dropped() -> None:
+def test_connections_to_own_addresses_are_dropped() -> None:
     """Every host has docker0's address, and connects to itself there."""
     blocked = "no answer; is the address right?"
-    assert drop_own_addresses({HERE: "", DOCKER0: REFUSED}, ["10.0.0.1", DOCKER0[0]]) == {HERE: ""}
+    for found in (REFUSED, ""):  # the second where its own program listens on that port
+        assert drop_own_addresses({HERE: "", DOCKER0: found}, ["10.0.0.1", DOCKER0[0]]) == {HERE: ""}
     assert drop_own_addresses({HERE: blocked, DOCKER0: REFUSED}, ["10.0.0.1", DOCKER0[0]]) == {HERE: blocked}
     assert drop_own_addresses({DOCKER0: REFUSED}, [DOCKER0[0]]) == {DOCKER0: "this host has the same address"}
     assert drop_own_addresses({DOCKER0: ""}, [DOCKER0[0]]) == {DOCKER0: ""}, "two names for one host"
