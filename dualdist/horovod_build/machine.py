@@ -18,9 +18,6 @@ from dualdist.utils.machine import memory_limit, package_version, usable_cores
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_tool
 
 HOROVOD_VERSION = "0.28.1"  # the last release, which the patches are for
-# Measured on Horovod 0.28.1: the unpacked sdist and its objects take 0.3 GB, a CUDA build several times that.
-WORK_GB = 3.0
-CACHE_GB = 0.2
 # As in pyproject.toml, which says why.
 OLDEST_TORCH = (2, 8)
 # Builds without a pyproject.toml may import pkg_resources, which later setuptools lack.
@@ -87,9 +84,7 @@ class BuildMachine:
     cuda: CudaToolkit | None
     nccl: NcclInstallation | None
     work_dir: str
-    work_free_gb: float
     cache_dir: str
-    cache_free_gb: float
     jobs: int
 
 
@@ -113,7 +108,6 @@ def check_requirements(options: BuildOptions, machine: BuildMachine) -> None:
         require_mpi(machine)
     if options.gpu:
         require_cuda_nccl(machine)
-    _check_space(machine)
 
 
 def require_torch(machine: BuildMachine) -> TorchProbe:
@@ -196,23 +190,11 @@ def require_cuda_nccl(machine: BuildMachine) -> tuple[CudaToolkit, NcclInstallat
     return machine.cuda, machine.nccl
 
 
-def _check_space(machine: BuildMachine) -> None:
-    for folder, free_gb, needed_gb, variable in (
-        (machine.work_dir, machine.work_free_gb, WORK_GB, "TMPDIR"),
-        (machine.cache_dir, machine.cache_free_gb, CACHE_GB, "XDG_CACHE_HOME"),
-    ):
-        if free_gb < needed_gb:
-            raise BuildError(
-                f"{folder} has {free_gb:.1f} GB free, expected {needed_gb:g} GB: free some, or set {variable} elsewhere"
-            )
-
-
 def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
     """Return all that a build depends on; imports torch in a subprocess, which is slow."""
     path = search_path(environ)
     torch = probe_torch(environ)
     cxx = _compiler(path, environ)
-    work_dir, cache_dir = tempfile.gettempdir(), cache_folder(environ)
     missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
     return BuildMachine(
         python=sys.executable,
@@ -230,10 +212,8 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
         mpi=_mpi(path, environ),
         cuda=_cuda(path, environ),
         nccl=_nccl(environ),
-        work_dir=work_dir,
-        work_free_gb=_free_gb(Path(work_dir)),
-        cache_dir=str(cache_dir),
-        cache_free_gb=_free_gb(cache_dir),
+        work_dir=tempfile.gettempdir(),
+        cache_dir=str(cache_folder(environ)),
         jobs=_jobs(),
     )
 
@@ -356,9 +336,3 @@ def _jobs() -> int:
     memory_gb = int(found[1]) / 1e6 if found else GB_PER_JOB * processors
     memory_gb = min(memory_gb, (memory_limit() or sys.maxsize) / 1e9)
     return max(1, min(processors, int(memory_gb / GB_PER_JOB)))
-
-
-def _free_gb(folder: Path) -> float:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free / 1e9
