@@ -64,7 +64,7 @@ def test_the_page_leads_with_the_verdict_and_says_in_words_what_its_plots_show(t
     page = write_folder(tmp_path, result, record, done).read_text()
     assert re.search("<h1>(.*)</h1>", page)[1] == "native over shm is 2.00x faster"
     assert re.findall('<img alt="(.*?)"', page) == [
-        "Step times: native over shm (torchrun) 100 ms, native over gloo (torchrun) 200 ms",
+        "Step times: native over shm (torchrun) 100.00 ms, native over gloo (torchrun) 200.00 ms",
         "Allreduce of 8 B and 1 MiB: native over shm (torchrun) 40 us (raw library 200) and 26 GB/s (raw 5.2); "
         "native over gloo (torchrun) 40 us (raw library 200) and 26 GB/s (raw 5.2)",
         "Loss of 7 steps, from 3 to 1.5; the same to the last bit in all 2 contenders",
