@@ -38,6 +38,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """Return the parser; only the chosen sub-command has its options, so that --help imports little."""
     about = "One PyTorch script, three communication backends."
     parser = CommandParser(prog="dualdist", description=about, add_help=False)
+    parser.words = ("help", "version")
     add_list(parser, {name: summary for name, (_, summary) in COMMANDS.items()}, EXAMPLES)
     parser.add_argument("--version", action="version", version=f"dualdist {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

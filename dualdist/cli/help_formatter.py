@@ -15,13 +15,15 @@ SHORT, ALL = ("-h", "--help"), "--help-all"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors suggest the choice that was meant."""
+    """A parser whose errors suggest the choice that was meant, or one of `words`, which are no choices but work."""
+
+    words: Sequence[str] = ()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = list(map(str, action.choices))
-            message = f"invalid choice: {value!r} (choose from {', '.join(choices)}){did_you_mean(value, choices)}"
-            raise argparse.ArgumentError(action, message)
+            hint = did_you_mean(value, [*choices, *self.words])
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {', '.join(choices)}){hint}")
 
 
 class _PrintHelp(argparse.Action):

@@ -33,7 +33,7 @@ from dualdist.ddp.reducer import Reducer
 from dualdist.ddp.sharding import StateSharding, require_shardable
 from dualdist.ddp.step_checks import StepChecks
 from dualdist.errors import UsageError
-from dualdist.utils.suggest import type_name
+from dualdist.utils.suggest import require_choice, type_name
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -94,8 +94,7 @@ def wrap_optimizer(
 
 def _resolve_config(config: ReducerConfig, group: Group) -> ReducerConfig:
     """Return the configuration for this group; raise UsageError unless its values fit together."""
-    if config.op not in ("mean", "sum", "adasum"):
-        raise UsageError(f"op {config.op!r}: gradients are reduced by 'mean', 'sum' or 'adasum'")
+    require_choice(config.op, ("mean", "sum", "adasum"), "op", " for gradients")
     if config.op == "adasum" and (group.size & (group.size - 1) or config.gradient_predivide_factor != 1.0):
         raise UsageError(
             f"op 'adasum' needs a power of two ranks, not {group.size}, and gradient_predivide_factor=1.0, not "

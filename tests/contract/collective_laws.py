@@ -67,7 +67,7 @@ def invalid_arguments_are_refused_with_their_value() -> None:
         (lambda: dd.broadcast_parameters(net().parameters()), ("named_parameters",)),  # type: ignore[arg-type]
         (lambda: dd.wrap_optimizer(net()), ("Sequential",)),  # type: ignore[type-var]
         (lambda: dd.wrap_optimizer(optimizer, accumulate=0), ("accumulate=0",)),
-        (lambda: dd.wrap_optimizer(optimizer, op="max"), ("max",)),  # type: ignore[arg-type]
+        (lambda: dd.wrap_optimizer(optimizer, op="avg"), ("sum, adasum", "'mean'")),  # type: ignore[arg-type]
         (lambda: dd.wrap_optimizer(optimizer, gradient_predivide_factor=0.0), ("gradient_predivide_factor=0.0",)),
         (lambda: dd.wrap_optimizer(optimizer, net().named_parameters()), ("lacks",)),
         (lambda: dd.wrap_optimizer(wrapped), ("already",)),

@@ -58,18 +58,21 @@ def test_the_page_leads_with_the_verdict_and_says_in_words_what_its_plots_show(t
         for number in range(6)
         for each, step_s in ((gloo, 0.2), (CONTENDER, 0.1))
     ]
-    refused = [RefusedContender(Contender(DUALDIST, RunConfig(name, "nccl", "torchrun")), "no GPU") for name in "ab"]
+    refused = [
+        RefusedContender(Contender(DUALDIST, RunConfig(name, "nccl", "torchrun")), "a<b; --budget 9m") for name in "ab"
+    ]
     result = summarize([gloo, CONTENDER], refused, done, "complete")
     record = make_record("compare", "dualdist compare", {"ranks": 2, "model": "mlp"}, [], {})
     page = write_folder(tmp_path, result, record, done).read_text()
     assert re.search("<h1>(.*)</h1>", page)[1] == "native over shm is 2.00x faster"
     assert re.findall('<img alt="(.*?)"', page) == [
-        "Step times: native over shm (torchrun) 100 ms, native over gloo (torchrun) 200 ms",
+        "Step times: native over shm (torchrun) 100.00 ms, native over gloo (torchrun) 200.00 ms",
         "Allreduce of 8 B and 1 MiB: native over shm (torchrun) 40 us (raw library 200) and 26 GB/s (raw 5.2); "
         "native over gloo (torchrun) 40 us (raw library 200) and 26 GB/s (raw 5.2)",
         "Loss of 7 steps, from 3 to 1.5; the same to the last bit in all 2 contenders",
     ]
-    assert "<td>a over nccl (torchrun), b over nccl (torchrun)</td><td>no GPU</td>" in page
+    reason = 'a&lt;b; <span class="option">--budget</span> 9m'  # no line ends after a hyphen of the option
+    assert f"<td>a over nccl (torchrun), b over nccl (torchrun)</td><td>{reason}</td>" in page
     assert not re.findall(r"<td>([\d.]+) to \1</td>", page)
     assert page.count("prefers-color-scheme: dark") == 1
     for name in ("steps", "allreduce", "losses"):

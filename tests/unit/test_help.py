@@ -161,6 +161,8 @@ def test_colours_are_for_terminals_that_allow_them(
         ("run -np 2 --launchr spawn train.py", "usage: dualdist run .*did you mean '--launcher'[?]"),
         ("bench step --backands native", "usage: dualdist bench step .*did you mean '--backend'[?]"),
         ("runn -np 2 train.py", "usage: dualdist .*did you mean 'run'[?]"),
+        ("hlep", "usage: dualdist .*did you mean 'help'[?]"),
+        ("verison", "usage: dualdist .*did you mean 'version'[?]"),
         ("bench stepp", "usage: dualdist bench .*did you mean 'step'[?]"),
         ("compare --zzz", "usage: dualdist compare .*unrecognized arguments: --zzz$"),
     ],

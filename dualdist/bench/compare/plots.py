@@ -142,7 +142,7 @@ def _draw_steps(contenders: Sequence[ContenderMetrics], launches: Launches, colo
         left_out = f"; {hidden} slower step{'s' * (hidden > 1)} left out" if hidden else ""
         axes.set_xlabel(f"step time of the slowest rank, ms{left_out}")
 
-    alt = "Step times: " + ", ".join(f"{each.label} {1e3 * each.step_s.value:.3g} ms" for each in contenders)
+    alt = "Step times: " + ", ".join(f"{each.label} {1e3 * each.step_s.value:.2f} ms" for each in contenders)
     subtitle = "box: quartiles of steps; whiskers: 5% and 95%; dots: each launch's median"
     return _render("Step times", subtitle, alt, ROW * len(contenders), draw, contenders)
 
