@@ -94,9 +94,8 @@ class ParamBuckets:
 
     def detach(self) -> None:
         """Stop reducing gradients."""
-        self._plan.is_retired = True
         self._packer.detach()
-        self._plan.clear()
+        self._plan.retire()
         self._members.clear()
         self._buckets.clear()
         if self.group.reducers[-1] is self._plan:

@@ -34,7 +34,7 @@ class ReductionPlan:
     buckets: list[BucketPlan] = field(default_factory=list)
     dense: dict[int, set[int]] = field(default_factory=dict)  # by bucket: members known to be dense on all ranks
     is_retired: bool = False  # no rank has the reducer any more
-    feedback: FeedbackState | None = field(init=False)  # with PowerSGD and top-k
+    feedback: FeedbackState | None = field(init=False)  # with PowerSGD and top-k, until it is retired
 
     def __post_init__(self) -> None:
         compressor = self.config.compressor
@@ -57,6 +57,12 @@ class ReductionPlan:
     def clear(self) -> None:
         self.buckets.clear()
         self.dense.clear()
+
+    def retire(self) -> None:
+        """Release the memory of a plan whose reducer no rank has any more; the group keeps its place in the order."""
+        self.is_retired = True
+        self.feedback = None  # with a residual of the size of the model
+        self.clear()
 
     def unbucket(self, bucket_index: int, members: Sequence[int]) -> None:
         """Reduce these members of a bucket separately from now on: Note [sparse gradients]."""
@@ -83,8 +89,7 @@ def retire_unused(group: Group) -> None:
     group.gradients.allreduce_(is_unused, "min", "gradients.unused").wait()
     for plan, is_retired in zip(plans, is_unused.tolist(), strict=True):
         if is_retired:
-            plan.is_retired = True
-            plan.clear()
+            plan.retire()
 
 
 def allreduce_due_flags(group: Group, flags: torch.Tensor) -> Work:

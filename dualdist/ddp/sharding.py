@@ -73,6 +73,11 @@ def require_shardable(optimizer: torch.optim.Optimizer) -> None:
             f"shard=True: {type_name(optimizer)} steps on all parameters together, and a rank has the state of a part: "
             "leave shard out, or take an optimizer that treats each parameter separately"
         )
+    if hasattr(optimizer, "eval"):  # as in the package schedulefree
+        raise UsageError(
+            f"shard=True: {type_name(optimizer)} changes the parameters in eval() and train(), for which every rank "
+            "needs the state of all: leave shard out"
+        )
 
 
 class StateSharding:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -258,6 +259,21 @@ def what_was_not_sent_survives_a_change_of_ranks() -> None:
             for number, total in enumerate(expected):
                 left = found.get(number, torch.zeros_like(total))
                 torch.testing.assert_close(left, total / divisor, rtol=1e-14, atol=1e-14)
+
+
+@law
+def residuals_are_freed_after_their_optimizer() -> None:
+    """With the next one that is wrapped, as its buckets are."""
+    for scheme in SCHEMES:
+        first, model = wrapped(net(), scheme), net()
+        optimizer = wrapped(model, scheme)
+        train(model, optimizer, range(2))
+        residuals = [*map(weakref.ref, get_wrapper(optimizer).reducer.export_feedback()["residuals"].values())]
+        assert residuals
+        del optimizer, model
+        second = wrapped(net(), scheme)
+        assert not any(reference() is not None for reference in residuals)
+        del first, second
 
 
 @law_alone

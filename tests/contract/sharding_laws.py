@@ -411,10 +411,19 @@ class Prodigy(torch.optim.SGD):
     """The name of an optimizer that takes one step size from all parameters."""
 
 
+class Averaging(torch.optim.SGD):
+    """As the optimizers of the package schedulefree, whose eval() needs the state of every parameter."""
+
+    def eval(self) -> None:
+        for param, state in self.state.items():
+            param.data.copy_(state["average"])
+
+
 @law
 def what_cannot_be_sharded_is_refused_by_name() -> None:
     model = net()
-    for wrong in (torch.optim.LBFGS(model.parameters()), Prodigy(model.parameters())):
+    for kind in (torch.optim.LBFGS, Prodigy, Averaging):
+        wrong = kind(model.parameters())
         raises(UsageError, lambda wrong=wrong: dd.wrap_optimizer(wrong, shard=True), "shard=True", type(wrong).__name__)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     raises(UsageError, lambda: dd.wrap_optimizer(plain, shard=True, op="adasum"), "shard=True", "adasum")
