@@ -38,7 +38,7 @@ using torch::autograd::variable_list;
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 // Up to this size one thread copies faster.
-constexpr size_t kMaxMemcpyBytes = 1 << 20;
+constexpr size_t kMaxPlainCopyBytes = 1 << 20;
 
 class GradientPacker;
 
@@ -87,15 +87,37 @@ bool is_same_memory(const at::Tensor& grad, const at::Tensor& view) {
   return grad.data_ptr() == view.data_ptr() && grad.sizes() == view.sizes() && grad.strides() == view.strides();
 }
 
+// True if one loop over the memory of these small tensors copies their values.
+bool is_plain_copy(const at::Tensor& to, const at::Tensor& from) {
+  return from.device().is_cpu() && to.device().is_cpu() && to.scalar_type() == from.scalar_type() &&
+      to.nbytes() <= kMaxPlainCopyBytes && to.sizes() == from.sizes() && to.strides() == from.strides() &&
+      from.is_non_overlapping_and_dense() && !from.is_conj() && !from.is_neg() && !to.is_conj() && !to.is_neg();
+}
+
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
-  const bool is_plain = from.device().is_cpu() && to.device().is_cpu() && to.scalar_type() == from.scalar_type() &&
-      to.sizes() == from.sizes() && to.strides() == from.strides() && from.is_non_overlapping_and_dense() &&
-      !from.is_conj() && !from.is_neg() && !to.is_conj() && !to.is_neg();
-  if (is_plain && to.nbytes() <= kMaxMemcpyBytes) {
+  if (is_plain_copy(to, from)) {
     std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
   } else {
     at::NoGradGuard no_grad;
     to.copy_(from, /*non_blocking=*/true);
+  }
+}
+
+// Copy the values times `scale`.
+void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
+  if (scale == 1.0) {
+    copy_values(to, from);
+  } else if (to.scalar_type() == at::kFloat && is_plain_copy(to, from)) {
+    const auto* source = static_cast<const float*>(from.data_ptr());
+    auto* target = static_cast<float*>(to.data_ptr());
+    const auto factor = static_cast<float>(scale);
+    for (int64_t i = 0, count = to.numel(); i < count; ++i) {
+      target[i] = source[i] * factor;
+    }
+  } else {
+    at::NoGradGuard no_grad;
+    at::Tensor result = to;
+    at::mul_out(result, from, at::scalar_tensor(scale, from.options().dtype(to.scalar_type())));
   }
 }
 
@@ -107,10 +129,12 @@ struct Member {
   at::Tensor view;  // its place in the bucket; undefined if it is reduced separately
   bool is_ready = false;
   bool is_packed = false;
+  bool is_in_place = false;  // packed without a copy
 };
 
 struct Bucket {
   std::vector<int64_t> members;
+  double scale = 1.0;  // of the values that are sent
   int64_t pending = 0;
   std::vector<c10::Stream> streams;  // that wrote to the bucket
 };
@@ -176,12 +200,15 @@ class GradientPacker : public std::enable_shared_from_this<GradientPacker> {
     }
   }
 
-  // Set the members of a bucket, and the views of its memory that their gradients are copied to.
-  void set_bucket(size_t index, const std::vector<int64_t>& members, const std::vector<std::optional<at::Tensor>>& views) {
+  // Set the members of a bucket, the views of its memory that their gradients are copied to, and the factor that the
+  // copies are multiplied by.
+  void set_bucket(
+      size_t index, const std::vector<int64_t>& members, const std::vector<std::optional<at::Tensor>>& views, double scale) {
     std::lock_guard<std::mutex> lock(mutex_);
     buckets_.resize(std::max(buckets_.size(), index + 1));
     Bucket& bucket = buckets_[index];
     bucket.members = members;
+    bucket.scale = scale;
     for (size_t i = 0; i < members.size(); ++i) {
       Member& member = members_.at(members[i]);
       member.bucket = static_cast<int64_t>(index);
@@ -249,6 +276,9 @@ class GradientPacker : public std::enable_shared_from_this<GradientPacker> {
           member.view.zero_();
         }
       }
+      if (member.is_in_place && bucket.scale != 1.0) {
+        member.view.mul_(bucket.scale);
+      }
     }
     wait_for_streams(bucket);
     return all_dense;
@@ -292,7 +322,7 @@ class GradientPacker : public std::enable_shared_from_this<GradientPacker> {
     bucket.streams.clear();
     for (int64_t number : bucket.members) {
       Member& member = members_.at(number);
-      member.is_ready = member.is_packed = false;
+      member.is_ready = member.is_packed = member.is_in_place = false;
       bucket.pending += member.param.defined();
     }
   }
@@ -309,8 +339,9 @@ class GradientPacker : public std::enable_shared_from_this<GradientPacker> {
     if (!member.view.defined() || !is_dense(grad)) {
       return false;
     }
-    if (!is_same_memory(grad, member.view)) {
-      copy_values(member.view, grad);
+    member.is_in_place = is_same_memory(grad, member.view);
+    if (!member.is_in_place) {
+      copy_scaled(member.view, grad, bucket.scale);
     }
     return member.is_packed = true;
   }

@@ -3,6 +3,10 @@
 Note [gradients in the bucket]: after a reduction the gradients are views of the bucket, as with DDP's
 gradient_as_bucket_view=True, until the next backward overwrites them. Where autograd accumulates into such a view, the
 gradient needs no copy to be sent; where the program has cleared or replaced it, the packer copies it to its place.
+
+Note [scaled copies]: with a power of two ranks the packer multiplies what it copies by 1/ranks, so that the sum is the
+mean: dividing that would be one more pass over the bucket, percents of a step. Such a factor rounds no number above
+2^-125; float16 has many smaller ones, and is divided. All backends do so, so that their bits are the same.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from dualdist.errors import UsageError
 # On a GPU the host does not wait for flags each time. All ranks read them until each member has been dense, which all
 # see in the same reduction; from then on a rank that has a sparse gradient sends it as a dense one, without a flag.
 
+SCALED = (torch.float32, torch.float64)  # Note [scaled copies]
 # Devices that run asynchronously to the host: reading their memory waits for them.
 ASYNC_DEVICES = frozenset(("cuda",))
 
@@ -47,6 +52,8 @@ class Bucket:
     are summed in the gradients' dtype, in which a sum of many ones may not be exact: a flag is 0 or not.
     """
 
+    may_scale = True  # Note [scaled copies]
+
     def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Backend, dense: set[int]) -> None:
         self.plan = plan
         self.config = config
@@ -54,14 +61,24 @@ class Bucket:
         self._dense = dense  # members that all ranks know to have been dense
         self._channel = channel
         self._wire_dtype = wire_dtype(plan.dtype, config)
+        divides = config.op == "mean" and config.compressor is None
+        is_scaled = (
+            self.may_scale
+            and divides
+            and channel.size & (channel.size - 1) == 0
+            and plan.dtype in SCALED
+            and config.reduction != "ordered"  # in which the mean divides once, after the sum
+        )
+        self.scale = 1 / channel.size if is_scaled else 1.0  # of what the packer copies
         # The flags become a mean, too: one that is set stays so, and those that equally many ranks set are equal.
         self._is_mean_fused = (
-            config.op == "mean"
-            and config.compressor is None
+            divides
+            and not is_scaled
             and plan.device.type in channel.mean_devices
             and plan.dtype.is_floating_point
             and plan.dtype in channel.supported_reduce_dtypes
         )
+        self._divides_sum = config.op == "mean" and not is_scaled and not self._is_mean_fused
         self._work: Work | None = None
         self._all_started: Work | None = None
         self._result: torch.Tensor | None = None
@@ -98,7 +115,7 @@ class Bucket:
         if grads is not None and (self.config.sparse_as_dense or self._all_stay_dense()):
             for view, grad in zip(self.views, grads, strict=True):
                 if view is not None and grad is not None and grad.is_sparse:
-                    view.copy_(grad.to_dense())
+                    torch.mul(grad.to_dense(), self.scale, out=view)
         if self.config.gradient_predivide_factor != 1.0:
             self.gradients.div_(self.config.gradient_predivide_factor)
         self.tail.copy_(self._all_dense_flags if grads is None and flag == CONTRIBUTES else self._flags(grads, flag))
@@ -262,14 +279,14 @@ class Bucket:
         compressor = self._summed_compressor()
         if compressor is not None and not isinstance(compressor, CastCompression):
             self._decompress(result, compressor)
-        elif is_elsewhere and result.dtype == self.values.dtype and self.config.op == "mean":
+        elif is_elsewhere and result.dtype == self.values.dtype and self._divides_sum:
             count = self.gradients.numel()
             divide(result[:count], self._channel.size, self.gradients)  # and copy, in one pass
             self.tail.copy_(result[count:])
         else:
             if is_elsewhere:
                 self.values.copy_(result)
-            if self.config.op == "mean" and not self._is_mean_fused:
+            if self._divides_sum:
                 divide_(self.gradients, self._channel.size)
         self._undo_predivision()
 

@@ -103,6 +103,8 @@ class FeedbackBucket(Bucket):
     One allreduce carries PowerSGD's P, the members that are sent whole, and the flags.
     """
 
+    may_scale = False  # what is left of other steps is added to the values
+
     def __init__(
         self, plan: BucketPlan, config: ReducerConfig, channel: Backend, dense: set[int], state: FeedbackState
     ) -> None:

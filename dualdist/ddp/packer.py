@@ -81,6 +81,7 @@ class _Member:
     view: torch.Tensor | None = None  # its place in the bucket; None if it is reduced separately
     is_ready: bool = False
     is_packed: bool = False
+    is_in_place: bool = False  # packed without a copy
 
 
 class GradientPacker:
@@ -94,6 +95,7 @@ class GradientPacker:
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a separate thread
         self._members: dict[int, _Member] = {}
         self._buckets: list[Sequence[int]] = []
+        self._scales: list[float] = []
         self._pending: list[int] = []
         self._streams: list[set[torch.cuda.Stream]] = []
         self._open: set[int] = set()  # autograd's ids of the backwards that have begun and not ended
@@ -123,23 +125,28 @@ class GradientPacker:
         for member in self._members.values():
             if member.hook is not None and member.hook.packer() is self:
                 member.hook.packer = lambda: None
-        self._members, self._buckets, self._pending, self._streams = {}, [], [], []
+        self._members, self._buckets, self._scales, self._pending, self._streams = {}, [], [], [], []
         self._open.clear()
         self._order.clear()
 
-    def set_bucket(self, index: int, members: Sequence[int], views: Sequence[torch.Tensor | None]) -> None:
-        """Set the members of a bucket, and the views of its memory that their gradients are copied to."""
+    def set_bucket(
+        self, index: int, members: Sequence[int], views: Sequence[torch.Tensor | None], scale: float
+    ) -> None:
+        """Set the members of a bucket, the views of its memory that their gradients are copied to, and the factor that
+        the copies are multiplied by.
+        """
         if index == len(self._buckets):
             self._buckets.append(members)
+            self._scales.append(scale)
             self._pending.append(0)
             self._streams.append(set())
-        self._buckets[index] = members
+        self._buckets[index], self._scales[index] = members, scale
         for number, view in zip(members, views, strict=True):
             self._members[number].bucket, self._members[number].view = index, view
         self._reset(index)
 
     def clear_buckets(self) -> None:
-        self._buckets, self._pending, self._streams = [], [], []
+        self._buckets, self._scales, self._pending, self._streams = [], [], [], []
         for member in self._members.values():
             member.bucket, member.view = -1, None
 
@@ -152,7 +159,7 @@ class GradientPacker:
     def _reset(self, index: int) -> None:
         members = [self._members[number] for number in self._buckets[index]]
         for member in members:
-            member.is_ready = member.is_packed = False
+            member.is_ready = member.is_packed = member.is_in_place = False
         self._pending[index] = sum(member.param is not None for member in members)
         self._streams[index].clear()
 
@@ -187,6 +194,8 @@ class GradientPacker:
                 all_dense = False
                 if member.view is not None:
                     member.view.zero_()
+            if member.is_in_place and member.view is not None and self._scales[index] != 1.0:
+                member.view.mul_(self._scales[index])
         for stream in self._streams[index]:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         return all_dense
@@ -232,9 +241,13 @@ class GradientPacker:
             self._streams[index].add(torch.cuda.current_stream(grad.device))
         if grad is None or member.view is None or not is_dense(grad):
             return False
-        if not is_same_memory(grad, member.view):
+        member.is_in_place = is_same_memory(grad, member.view)
+        if not member.is_in_place:
             with torch.no_grad():
-                member.view.copy_(grad)
+                if self._scales[index] == 1.0:
+                    member.view.copy_(grad)
+                else:
+                    torch.mul(grad, self._scales[index], out=member.view)
         member.is_packed = True
         return True
 

@@ -227,8 +227,9 @@ class ParamBuckets:
         )
         self._plan.buckets.append(plan)
         self._members.append(members)
-        self._buckets.append(self._plan.make_bucket(bucket_index, self._channel))
-        self._packer.set_bucket(bucket_index, members, self._buckets[bucket_index].views)
+        bucket = self._plan.make_bucket(bucket_index, self._channel)
+        self._buckets.append(bucket)
+        self._packer.set_bucket(bucket_index, members, bucket.views, bucket.scale)
 
     def _rebuild_buckets(self, order: Sequence[int]) -> None:
         """Assign the parameters to new buckets in the order in which their gradients become ready."""

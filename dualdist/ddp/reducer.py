@@ -195,8 +195,8 @@ class Reducer(ParamBuckets):
         self._next_bucket += 1
 
     def _replace_bucket(self, index: int) -> None:
-        self._buckets[index] = self._plan.make_bucket(index, self._channel)
-        self._packer.set_bucket(index, self._members[index], self._buckets[index].views)
+        bucket = self._buckets[index] = self._plan.make_bucket(index, self._channel)
+        self._packer.set_bucket(index, self._members[index], bucket.views, bucket.scale)
 
     def _end_backward(self, backward: int) -> None:
         """Reduce what is due; every reducer of the backward is called, and the first does it for all."""

@@ -32,6 +32,28 @@ import dualdist.hvd as hvd
 
 
 @law
+def means_of_the_smallest_gradients_have_the_same_bits_on_every_backend() -> None:
+    """Below 2^-125 a division rounds: a power of two ranks divide before the sum, as DDP does, others after it."""
+
+    def own(rank: int) -> torch.Tensor:
+        return 2.0**-149 * torch.arange(1.0, 8.0) * (2 * rank + 1)
+
+    param = nn.Parameter(torch.zeros(7))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([param], lr=0.1), [("param", param)])
+    size = dd.size()
+    is_power_of_two = size & (size - 1) == 0
+    for is_in_place in (False, True):
+        optimizer.zero_grad(set_to_none=not is_in_place)
+        (param * own(dd.rank())).sum().backward()
+        if is_power_of_two:
+            right = torch.stack([own(rank) / size for rank in range(size)]).sum(0)
+        else:
+            right = torch.stack([own(rank) for rank in range(size)]).sum(0) / size
+        assert param.grad is not None
+        assert torch.equal(param.grad, right)
+
+
+@law
 def a_step_after_synchronize_warns_and_does_not_reduce_again() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = hvd_sgd(weight, op=hvd.Sum)
