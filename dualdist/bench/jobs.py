@@ -73,6 +73,7 @@ METHODS = {
     SHARDED_DUALDIST: "dualdist, shard=True",
     "zero": "DDP, ZeroRedundancyOptimizer",
     "fsdp2": "FSDP2",
+    "fsdp2_dualdist": 'FSDP2 over the process group "dualdist"',
     "hvd": "raw Horovod",
     "naive": "an allreduce per parameter",
 }
@@ -81,7 +82,7 @@ COMPRESSED = re.compile(r"fp16|bf16|powersgd:[1-9][0-9]*|topk:[0-9]*\.[0-9]+")
 BASELINES = {name: METHODS[name] for name in ("ddp", "ddp_view", "hvd", "none")} | {"one": "one rank"}
 DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # of `dualdist compare`
 # Those that reduce gradients by torch's process groups.
-TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "zero", "fsdp2", "naive")
+TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "zero", "fsdp2", "fsdp2_dualdist", "naive")
 OPTIMIZERS = ("sgd", "adamw")
 
 

@@ -149,8 +149,8 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device, optimize
     """Build a trainer; all start with the same parameters and use the same optimizer class."""
     module = case.build()
     model = _ddp(module, device, method) if method in DDP_FLAGS else module
-    if method == "fsdp2":
-        _fully_shard(module, device)
+    if method in ("fsdp2", "fsdp2_dualdist"):
+        _fully_shard(module, device, method)
     kind, options = OPTIMIZER_CLASSES[optimizer_name]
     if method == "zero":
         optimizer: Any = load_torch_sharding()[0](module.parameters(), kind, **options)
@@ -194,9 +194,12 @@ def _ddp(model: nn.Module, device: torch.device, method: str) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, **options)
 
 
-def _fully_shard(model: nn.Module, device: torch.device) -> None:
+def _fully_shard(model: nn.Module, device: torch.device, method: str) -> None:
     """Shard each layer, and the rest of the model, as FSDP2's tutorial does."""
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    if method == "fsdp2_dualdist":
+        mesh = dist.DeviceMesh.from_group(dist.new_group(backend=c10d.NAME), device.type)
+    else:
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
     for module in (*layers, model):
         load_torch_sharding()[1](module, mesh=mesh)
