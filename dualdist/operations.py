@@ -15,8 +15,8 @@ from dualdist.collectives import broadcast_state, collectives, fast_allreduce, t
 from dualdist.collectives.arguments import Reduction, as_list, as_tensor
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
+from dualdist.collectives.handle import Collective, Handle
 from dualdist.collectives.reductions import Op
-from dualdist.collectives.work import Collective, Handle
 from dualdist.ddp import join as ddp_join
 from dualdist.ddp.optimizer import require_whole_state
 from dualdist.session import find_group, group_or_world

@@ -37,9 +37,9 @@ from dualdist.checkpoint.state import (
 from dualdist.collectives.broadcast_state import allgather_object, broadcast_all, broadcast_object
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
+from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import extract_tensors, insert_tensors
-from dualdist.collectives.work import Collective
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler

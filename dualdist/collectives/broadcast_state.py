@@ -16,9 +16,9 @@ from dualdist.backends.control_plane import allgather_bytes, as_bytes, check_sam
 from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
+from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import extract_tensors, insert_tensors, map_nested, named_pairs
-from dualdist.collectives.work import Collective
 from dualdist.errors import MismatchError, UsageError
 from dualdist.utils.suggest import type_name
 

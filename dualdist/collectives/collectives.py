@@ -18,6 +18,7 @@ from dualdist.backends.control_plane import allgather_bytes, as_bytes
 from dualdist.collectives import reductions
 from dualdist.collectives.arguments import Reduction, as_ints, check_reduction, name_of, root_of, scales_of
 from dualdist.collectives.group import Group
+from dualdist.collectives.handle import Collective, is_differentiable, requires_grad
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.rank_order import RankOrderBackend
 from dualdist.collectives.reductions import (
@@ -45,7 +46,6 @@ from dualdist.collectives.tensor_utils import (
     spec_of,
     with_rows,
 )
-from dualdist.collectives.work import Collective, is_differentiable, requires_grad
 from dualdist.errors import UnsupportedError, UsageError
 
 T = TypeVar("T")

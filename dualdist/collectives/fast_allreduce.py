@@ -20,11 +20,11 @@ from dualdist.backends.control_plane import ControlAllgather
 from dualdist.backends.shm.channel import PAYLOAD_BYTES, HostRanks, ShmMessage
 from dualdist.collectives import collectives, reductions
 from dualdist.collectives.arguments import Reduction, as_tensor, check_reduction, name_of
+from dualdist.collectives.handle import Collective, Handle
 from dualdist.collectives.negotiation import ENCODE, PAYLOAD_MARK, CollectiveRequest, RankRequests
 from dualdist.collectives.rank_order import RankOrderBackend
 from dualdist.collectives.reductions import LOCAL_OPS, Op, check_op, divide_, wire_op
 from dualdist.collectives.tensor_utils import spec
-from dualdist.collectives.work import Collective, Handle
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group

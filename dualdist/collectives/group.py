@@ -25,9 +25,9 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather
 from dualdist.backends.shm.channel import HostRanks, ShmMessage
 from dualdist.collectives.arguments import Reduction
+from dualdist.collectives.handle import Collective, Handle, rank_args_of
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, compute_response
 from dualdist.collectives.rank_order import RankOrderBackend
-from dualdist.collectives.work import Collective, Handle, rank_args_of
 from dualdist.errors import (
     CLOSED,
     CollectiveError,

@@ -28,7 +28,7 @@ from dualdist.ddp.bucket_plan import (
     wire_dtype,
 )
 from dualdist.ddp.compression import CastCompression, ErrorFeedback, GradientCompressor, compressor_name
-from dualdist.ddp.packer import assign_grad
+from dualdist.ddp.gradient_packer import assign_grad
 from dualdist.ddp.step_checks import nonfinite_kinds
 from dualdist.errors import UsageError
 

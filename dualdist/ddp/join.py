@@ -9,8 +9,8 @@ import torch
 
 from dualdist.collectives.collectives import zero_contribution
 from dualdist.collectives.group import Group
+from dualdist.collectives.handle import rank_args_of
 from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_response
-from dualdist.collectives.work import rank_args_of
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
 from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds

@@ -17,7 +17,7 @@ import torch
 
 from dualdist.backends.control_plane import check_same_tensors
 from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig, dense_strides, plan_buckets
-from dualdist.ddp.packer import is_view_of, owner_of
+from dualdist.ddp.gradient_packer import is_view_of, owner_of
 from dualdist.ddp.reduction_plan import ReductionPlan, retire_unused
 from dualdist.errors import NotInitializedError, UnsupportedError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Backend
     from dualdist.collectives.group import Group
     from dualdist.ddp.buckets import Bucket
-    from dualdist.ddp.packer import GradientPacker
+    from dualdist.ddp.gradient_packer import GradientPacker
 
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]

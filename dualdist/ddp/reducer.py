@@ -41,7 +41,7 @@ from dualdist.backends.control_plane import ControlAllgather, broadcast_object
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.consistency import difference, digest
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, GradientOp, ReducerConfig
-from dualdist.ddp.packer import assign_grad, create_packer, is_dense, is_view_of, owner_of
+from dualdist.ddp.gradient_packer import assign_grad, create_packer, is_dense, is_view_of, owner_of
 from dualdist.ddp.param_buckets import Errors, ParamBuckets
 from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
 from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds

@@ -26,9 +26,9 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import as_bytes
 from dualdist.collectives.broadcast_state import broadcast_nested
+from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import map_nested
-from dualdist.collectives.work import Collective
 from dualdist.ddp.adasum import closure_of
 from dualdist.ddp.bucket_plan import dense_strides
 from dualdist.errors import UsageError

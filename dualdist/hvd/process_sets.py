@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualdist import session
 from dualdist.collectives.group import Group
-from dualdist.collectives.work import Handle
+from dualdist.collectives.handle import Handle
 from dualdist.errors import NotInitializedError, UsageError
 from dualdist.hvd.common import HorovodInternalError
 

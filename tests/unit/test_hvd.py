@@ -16,7 +16,7 @@ import torch
 
 from dualdist import hvd
 from dualdist.collectives import collectives
-from dualdist.collectives.work import Collective, Handle
+from dualdist.collectives.handle import Collective, Handle
 from dualdist.errors import LaunchError, UsageError
 from dualdist.hvd import mpi_ops
 from dualdist.hvd.process_sets import current

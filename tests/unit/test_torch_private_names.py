@@ -22,7 +22,7 @@ PACKAGE = Path(dualdist.__file__).parent
 TRIED = "2.13 and 2.15"
 # The full name: the file that uses it, and what for.
 NAMES = {
-    "torch._C._current_graph_task_id": ("ddp/packer.py", "to tell backwards apart"),
+    "torch._C._current_graph_task_id": ("ddp/gradient_packer.py", "to tell backwards apart"),
     "torch._C._distributed_c10d": ("c10d/process_group.py", "to define a process group"),
     "torch._C._distributed_c10d.AllgatherOptions": ("backends/native/backend.py", "to give an allgather its timeout"),
     "torch._dynamo.eval_frame.skip_code": ("collectives/dynamo.py", "to spare compiling; done without where missing"),
