@@ -73,11 +73,11 @@ def predict_allreduce(algorithm: str, link: LinkModel, ranks: int, nbytes: float
 
 def fit_link(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> FittedModel:
     """Fit alpha and beta to (bytes, seconds) by non-negative least squares of the relative errors."""
-    from scipy.optimize import nnls
+    from scipy.optimize import lsq_linear  # nnls of SciPy 1.15, the last for Python 3.10, can be far from the minimum
 
     messages, parts = ALGORITHMS[algorithm](ranks)
     rows = [[messages / seconds, parts * nbytes / seconds] for nbytes, seconds in sweep]
-    (alpha, beta), _ = nnls(rows, [1.0] * len(rows))
+    alpha, beta = lsq_linear(rows, [1.0] * len(rows), bounds=(0, math.inf), method="bvls").x
     link = LinkModel(float(alpha), float(beta))
     residuals = [predict_allreduce(algorithm, link, ranks, nbytes) / seconds - 1 for nbytes, seconds in sweep]
     rms = math.hypot(*residuals) / math.sqrt(len(residuals))
