@@ -2,7 +2,8 @@
 //
 // A post hook of each parameter's AccumulateGrad node, which runs after all hooks of the parameter, copies the gradient to
 // its place in a bucket and counts it. Python is called once per backward (Reducer.begin_backward), and once per full
-// bucket (Reducer.on_bucket_ready); nothing runs in Python per parameter. dualdist/ddp/gradient_packer.py is the same in Python.
+// bucket (Reducer.on_bucket_ready); nothing runs in Python per parameter. dualdist/ddp/gradient_packer.py is the same in
+// Python.
 //
 // Note [locks]: autograd runs the nodes of each device in a thread of its own, without the GIL. Nothing waits for a
 // packer's mutex while it holds the GIL, so that what runs under the mutex may take the GIL.
@@ -117,7 +118,7 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
   } else {
     at::NoGradGuard no_grad;
     at::Tensor result = to;
-    at::mul_out(result, from, at::scalar_tensor(scale, from.options().dtype(to.scalar_type())));
+    at::mul_out(result, from, at::scalar_tensor(scale, to.scalar_type()));  // a number, on the CPU for any device
   }
 }
 

@@ -4,9 +4,10 @@ Note [gradients in the bucket]: after a reduction the gradients are views of the
 gradient_as_bucket_view=True, until the next backward overwrites them. Where autograd accumulates into such a view, the
 gradient needs no copy to be sent; where the program has cleared or replaced it, the packer copies it to its place.
 
-Note [scaled copies]: with a power of two ranks the packer multiplies what it copies by 1/ranks, so that the sum is the
-mean: dividing that would be one more pass over the bucket, percents of a step. Such a factor rounds no number above
-2^-125; float16 has many smaller ones, and is divided. All backends do so, so that their bits are the same.
+Note [scaled copies]: with a power of two ranks the packer multiplies what it copies by 1/ranks, and the sum is the
+mean; dividing the sum would be one more pass over the bucket. Such a factor rounds subnormal results only, below 2^-126
+in float32. Sums of 16 bits are divided, as they are made in float32 and rounded once. It is the same on all backends,
+and so are the bits.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import dualdist.hvd as hvd
 
 @law
 def means_of_the_smallest_gradients_have_the_same_bits_on_every_backend() -> None:
-    """Below 2^-125 a division rounds: a power of two ranks divide before the sum, as DDP does, others after it."""
+    """A division rounds below 2^-126: a power of two ranks divide before the sum, as DDP does, others after it."""
 
     def own(rank: int) -> torch.Tensor:
         return 2.0**-149 * torch.arange(1.0, 8.0) * (2 * rank + 1)
