@@ -59,6 +59,9 @@ NODE_CONF = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4096 Gres=gpu:2 "
     "State=UNKNOWN"
 )
+# Fences without data take Slurm's tree by default, which in Slurm 22.05 waits for nobody where TreeWidth is more than
+# the job's nodes: a rank leaves MPI_Init first, and its first message makes Open MPI crash in another's MPI_Init.
+MPI_CONF = "PMIxCliTmpDirBase={sockets}\nPMIxCollFence=ring\n"
 # Any two devices stand for GPUs: Slurm assigns them by number, and no program opens them.
 GRES_CONF = "Name=gpu File={directory}/gpu[0-1]\n"
 
@@ -191,7 +194,7 @@ def _write_confs(home: Path, credential_s: int) -> dict[str, Path]:
         confs[node].parent.mkdir()
         confs[node].write_text(text)
         confs[node].with_name("gres.conf").write_text(gpus)
-        confs[node].with_name("mpi.conf").write_text(f"PMIxCliTmpDirBase={sockets}\n")
+        confs[node].with_name("mpi.conf").write_text(MPI_CONF.format(sockets=sockets))
     return confs
 
 
