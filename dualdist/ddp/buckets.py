@@ -123,9 +123,6 @@ class Bucket:
         self._is_nested = is_nested
         if is_nested:
             self.tail[IS_NESTED] = 1
-        self._start()
-
-    def _start(self) -> None:
         name = self._name
         if not self._channel.done_means_all_started:  # a joined rank polls for it
             started = torch.zeros(1, dtype=torch.uint8, device="cpu")

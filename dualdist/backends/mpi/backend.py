@@ -96,21 +96,21 @@ class MpiBackend:
         self._children: list[MpiBackend] = []
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
-        return self._start(
-            filled(buffer, source), lambda given: self._allreduce(given, self.mpi.ops[op]), in_place=True
-        )
-
-    def _allreduce(self, buffer: torch.Tensor, op: Any) -> Work:
-        mpi, pieces, (nonblocking, blocking) = self.mpi, split_calls(buffer), self._comms
-        if mpi.is_concurrent and (buffer.nbytes >= LARGE_BYTES or buffer.is_cuda):
-            return self._call_in_thread(
-                lambda: [blocking.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer
+        def start(given: torch.Tensor) -> Work:
+            mpi, pieces, (nonblocking, blocking) = self.mpi, split_calls(given), self._comms
+            reduction = mpi.ops[op]
+            if mpi.is_concurrent and (given.nbytes >= LARGE_BYTES or given.is_cuda):
+                return self._call_in_thread(
+                    lambda: [blocking.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), reduction) for piece in pieces],
+                    given,
+                )
+            return self._start_requests(
+                lambda: [nonblocking.Iallreduce(mpi.api.IN_PLACE, mpi.elements(piece), reduction) for piece in pieces],
+                given,
+                given,
             )
-        return self._start_requests(
-            lambda: [nonblocking.Iallreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces],
-            buffer,
-            buffer,
-        )
+
+        return self._start(filled(buffer, source), start, in_place=True)
 
     def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
         target = None if tensor.is_cuda else output
