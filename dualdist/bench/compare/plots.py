@@ -191,7 +191,7 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
                     values = [getattr(found[nbytes], prefix + name) for nbytes in shown]
                     _draw_spread(axes, places, values, scale, colour, fill, label)
             axes.set_xticks(range(len(shown)), [format_size(size) for size in shown])
-            axes.set_xlim(-0.5, max(len(shown), 1) - 0.5)  # of a size at least: none is large over a slow link
+            axes.set_xlim(-0.5, max(len(shown), 1) - 0.5)  # an empty panel, too: over a slow link no size is large
             axes.set_xlabel("size")
             axes.grid(axis="x", visible=False)
         panels[0].set_yscale("log")
