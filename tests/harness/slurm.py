@@ -169,7 +169,7 @@ def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack, credenti
 
 
 def _write_confs(home: Path, credential_s: int) -> dict[str, Path]:
-    """Write each node's slurm.conf, all alike, and an mpi.conf that separates the nodes' sockets and has fences wait."""
+    """Write each node's slurm.conf, all alike, and an mpi.conf: sockets of the node's own, and fences that wait."""
     host = socket.gethostname().split(".")[0]
     controller, *ports = _free_ports(1 + len(NODES))
     node_lines = [NODE_CONF.format(name=n, host=host, port=p, cpus=CPUS) for n, p in zip(NODES, ports, strict=True)]
