@@ -182,6 +182,9 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         for axes, shown, name in zip(panels, sizes, ("seconds", "bus_gb_s"), strict=True):
+            if not shown:  # over a slow link no size is large
+                axes.set_visible(False)
+                continue
             scale = 1e6 if name == "seconds" else 1.0
             for number, contender in enumerate(contenders):
                 colour, found = colours[contender.key], {each.nbytes: each for each in contender.bandwidth}
@@ -191,7 +194,7 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
                     values = [getattr(found[nbytes], prefix + name) for nbytes in shown]
                     _draw_spread(axes, places, values, scale, colour, fill, label)
             axes.set_xticks(range(len(shown)), [format_size(size) for size in shown])
-            axes.set_xlim(-0.5, max(len(shown), 1) - 0.5)  # an empty panel, too: over a slow link no size is large
+            axes.set_xlim(-0.5, len(shown) - 0.5)
             axes.set_xlabel("size")
             axes.grid(axis="x", visible=False)
         panels[0].set_yscale("log")
