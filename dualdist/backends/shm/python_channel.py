@@ -20,8 +20,7 @@ from dualdist.backends.control_plane import as_bytes
 
 CACHE_LINE_BYTES = 64  # each rank writes to its own cache line
 WORD_BYTES = 8
-LENGTHS = "2I"  # of a message's text and payload, at the start of its slot
-PAYLOAD_START = 64
+HEADER = struct.Struct("2I56x")  # the lengths of a message's text and payload, at the start of its slot
 # A rank waits by polling, then yielding its core between polls, then sleeping.
 POLLS = 100
 BUSY_S = 0.002
@@ -44,6 +43,7 @@ class PythonChannel:
         self._index, self._size, self._slot_bytes = index, size, slot_bytes
         header = CACHE_LINE_BYTES * (1 + size)
         self._words = memoryview(memory)[:header].cast("q")
+        self._bytes = memoryview(memory)[header:]
         line = CACHE_LINE_BYTES // WORD_BYTES
         self._announced = range(line, header // WORD_BYTES, line)
         self._posted = range(line + 1, header // WORD_BYTES, line)
@@ -62,9 +62,10 @@ class PythonChannel:
 
     def begin_message(self, text: bytes, payload: torch.Tensor | None) -> None:
         data = b"" if payload is None else payload.detach().numpy().tobytes()
-        header = struct.pack(LENGTHS, len(text), len(data)).ljust(PAYLOAD_START, b"\0")
-        message = torch.frombuffer(bytearray(header + data + text), dtype=torch.uint8)
-        self._next_slot()[: len(message)] = message
+        message = HEADER.pack(len(text), len(data)) + data + text
+        self._turn ^= 1
+        start = self._slot_start(self._index)
+        self._bytes[start : start + len(message)] = message
         self._post()
         self._running = iter([None])
         next(self._running)
@@ -73,13 +74,13 @@ class PythonChannel:
         return [self._message(rank)[1] for rank in range(self._size)]
 
     def are_texts_equal(self) -> bool:
-        messages = [(len(payload), text) for payload, text in map(self._message, range(self._size))]
-        return all(message == messages[0] for message in messages)
+        first = self._message(0)
+        return all(self._message(rank) == first for rank in range(1, self._size))
 
     def reduce_payloads(self, tensor: torch.Tensor, op: int, in_place: bool) -> torch.Tensor:
         result = tensor.detach() if in_place else torch.empty_like(tensor)
         flat = result.view(-1)
-        values = slice(PAYLOAD_START, PAYLOAD_START + tensor.nbytes)
+        values = slice(HEADER.size, HEADER.size + tensor.nbytes)
         self._reduce(flat, [slot[values].view(tensor.dtype) for slot in self._slots[:, self._turn]], op)
         return tensor if in_place else result
 
@@ -126,12 +127,9 @@ class PythonChannel:
             if root != self._index:
                 chunk.copy_(self._slots[root, self._turn, : len(chunk)])
 
-    def _next_slot(self) -> torch.Tensor:
-        self._turn ^= 1
-        return self._slots[self._index, self._turn]
-
     def _fill(self, data: torch.Tensor) -> None:
-        self._next_slot()[: len(data)].copy_(data)
+        self._turn ^= 1
+        self._slots[self._index, self._turn, : len(data)].copy_(data)
         self._post()
 
     def _post(self) -> None:
@@ -161,18 +159,21 @@ class PythonChannel:
                 time.sleep(PAUSE_S)
         raise AssertionError("count() ended")
 
-    def _message(self, rank: int) -> tuple[bytes, bytes]:
-        """Return the payload and the text of a rank's message."""
-        slot = self._slots[rank, self._turn].numpy().data
-        text_bytes, payload_bytes = struct.unpack_from(LENGTHS, slot)
-        start = PAYLOAD_START + payload_bytes
-        return bytes(slot[PAYLOAD_START:start]), bytes(slot[start : start + text_bytes])
+    def _slot_start(self, rank: int) -> int:
+        return (2 * rank + self._turn) * self._slot_bytes
+
+    def _message(self, rank: int) -> tuple[int, bytes]:
+        """Return the length of the payload and the text of a rank's message."""
+        start = self._slot_start(rank)
+        text_bytes, payload_bytes = HEADER.unpack_from(self._bytes, start)
+        start += HEADER.size + payload_bytes
+        return payload_bytes, bytes(self._bytes[start : start + text_bytes])
 
     def _reduce(self, total: torch.Tensor, parts: list[torch.Tensor], op: int) -> None:
         """Reduce the parts into `total`, from the first to the last, so that all ranks round alike."""
-        total.copy_(parts[0])
+        reduced = parts[0]
         for part in parts[1:]:
-            REDUCE[op](total, part, out=total)
+            reduced = REDUCE[op](reduced, part, out=total)
         if op != MEAN:
             return
         if self._size & (self._size - 1):  # as dualdist.collectives.reductions.divide_
