@@ -9,59 +9,59 @@ optimizer = dd.wrap_optimizer(optimizer)
 
 from typing import TYPE_CHECKING
 
+from dualdist.api import (
+    backend,
+    check_consistency,
+    device,
+    init,
+    is_initialized,
+    launcher,
+    load_checkpoint,
+    local_rank,
+    local_size,
+    new_group,
+    node_rank,
+    num_nodes,
+    rank,
+    remove_group,
+    save_checkpoint,
+    shutdown,
+    size,
+    slow_ranks,
+    transport,
+    wrap_optimizer,
+)
+from dualdist.errors import (
+    AlreadyInitializedError,
+    BackendError,
+    BackendUnavailableError,
+    BuildError,
+    CheckpointError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DriftError,
+    DualdistError,
+    LaunchError,
+    MismatchError,
+    NonFiniteError,
+    NotInitializedError,
+    RankLostError,
+    RendezvousError,
+    TopologyError,
+    TorchvisionError,
+    TrainingError,
+    UnsupportedError,
+    UsageError,
+)
 from dualdist.version import __version__
 
 if TYPE_CHECKING:
     from dualdist import elastic
-    from dualdist.api import (
-        backend,
-        check_consistency,
-        device,
-        init,
-        is_initialized,
-        launcher,
-        load_checkpoint,
-        local_rank,
-        local_size,
-        new_group,
-        node_rank,
-        num_nodes,
-        rank,
-        remove_group,
-        save_checkpoint,
-        shutdown,
-        size,
-        slow_ranks,
-        transport,
-        wrap_optimizer,
-    )
     from dualdist.data.loader import loader
     from dualdist.data.sampler import Sampler
     from dualdist.ddp.compression import Compression
     from dualdist.ddp.metric import Metric
     from dualdist.ddp.sync_batch_norm import SyncBatchNorm
-    from dualdist.errors import (
-        AlreadyInitializedError,
-        BackendError,
-        BackendUnavailableError,
-        BuildError,
-        CheckpointError,
-        CollectiveError,
-        CollectiveTimeoutError,
-        DriftError,
-        DualdistError,
-        LaunchError,
-        MismatchError,
-        NonFiniteError,
-        NotInitializedError,
-        RankLostError,
-        RendezvousError,
-        TopologyError,
-        TorchvisionError,
-        TrainingError,
-        UnsupportedError,
-        UsageError,
-    )
     from dualdist.launch.spawn import run, spawn
     from dualdist.logging import info, print, progress, setup_logging
     from dualdist.operations import (
@@ -87,18 +87,11 @@ if TYPE_CHECKING:
         scatter,
     )
 
-# The module of each name, which is imported on first use: `import torch` imports this package in every program, as it
-# has an entry point there (c10d). For type checkers and editors the same names stand above.
+# The module of each name that is imported on first use: it needs torch, or few programs use it. For type checkers and
+# editors the same names stand above.
 _LAZY = {
-    name: f"dualdist.{module}"
+    name: module
     for module, names in (
-        ("api", "backend check_consistency device init is_initialized launcher load_checkpoint local_rank"),
-        ("api", "local_size new_group node_rank num_nodes rank remove_group save_checkpoint shutdown size"),
-        ("api", "slow_ranks transport wrap_optimizer"),
-        ("errors", "AlreadyInitializedError BackendError BackendUnavailableError BuildError CheckpointError"),
-        ("errors", "CollectiveError CollectiveTimeoutError DriftError DualdistError LaunchError MismatchError"),
-        ("errors", "NonFiniteError NotInitializedError RankLostError RendezvousError TopologyError TorchvisionError"),
-        ("errors", "TrainingError UnsupportedError UsageError"),
         ("data.loader", "loader"),
         ("data.sampler", "Sampler"),
         ("ddp.compression", "Compression"),
@@ -111,9 +104,8 @@ _LAZY = {
         ("operations", "broadcast_object broadcast_optimizer_state broadcast_parameters clip_grad_norm_ gather"),
         (
             "operations",
-            "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter join reducescatter",
+            "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter join reducescatter scatter",
         ),
-        ("operations", "scatter"),
     )
     for name in names.split()
 }
@@ -206,7 +198,7 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one that th
 
             hint = f"; call dd.{OUR_NAMES[name]}" if name in OUR_NAMES else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-        module = importlib.import_module(_LAZY[name])
+        module = importlib.import_module(f"dualdist.{_LAZY[name]}")
         globals()[name] = module if name == "elastic" else getattr(module, name)
         return globals()[name]
 

@@ -74,12 +74,6 @@ def test_importing_it_loads_no_torch(module: str, base_env: Mapping[str, str]) -
     assert done.stdout.strip() == "[]"
 
 
-def test_importing_torch_loads_of_this_package_only_its_entry_point(base_env: Mapping[str, str]) -> None:
-    code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('dualdist')))"
-    done = subprocess.run([sys.executable, "-c", code], env=dict(base_env), capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['dualdist', 'dualdist.c10d', 'dualdist.version']"
-
-
 def test_the_table_of_variables_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other is a warning in dd.init(), with the nearest one of the table."""
     written = {name for path in MODULES for name in re.findall(r"DUALDIST_[A-Z_]*[A-Z]", path.read_text())}
