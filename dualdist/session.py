@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, cast
 from dualdist.backends import registry
 from dualdist.backends.horovod.driver import is_elastic, next_slot
 from dualdist.collectives.arguments import REDUCTIONS, Reduction, as_ints
-from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import (
@@ -33,7 +32,7 @@ from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT, check_choi
 from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_exchange, open_session
 from dualdist.utils import tracebacks
 from dualdist.utils.suggest import require_choice
-from dualdist.utils.variables import OUTPUT, unknown_variables
+from dualdist.utils.variables import OUTPUT, TIMELINE, unknown_variables
 
 if TYPE_CHECKING:
     import torch

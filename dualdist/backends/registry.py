@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dualdist.errors import UsageError
-from dualdist.horovod_build.record import BuildRecord
 from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from dualdist.backends.base import AdoptedGroup, Backend, InitContext
+    from dualdist.horovod_build.record import BuildRecord
 
 GROUP = "dualdist.backends"
 AUTO, NATIVE, HOROVOD, MPI = "auto", "native", "horovod", "mpi"

@@ -31,7 +31,6 @@ from dualdist.diagnostics.trace_format import (
     COMMUNICATION,
     COMPUTE,
     STEPS,
-    TIMELINE,
     ClockModel,
     ClockOffset,
     Event,
@@ -41,6 +40,7 @@ from dualdist.diagnostics.trace_format import (
 )
 from dualdist.errors import DualdistError, UsageError
 from dualdist.utils.output_file import find_write_problem, write_atomically
+from dualdist.utils.variables import TIMELINE
 from dualdist.version import __version__
 
 # Limits a trace to about 100 MB of memory.

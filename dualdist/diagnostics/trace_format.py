@@ -11,7 +11,6 @@ from typing import Any
 
 Event = dict[str, Any]
 
-TIMELINE = "DUALDIST_TIMELINE"
 STEPS, COMPUTE, COMMUNICATION = "steps", "compute", "communication"
 # Thread IDs of a rank's tracks. Overlapping communication uses further ones, from the last on.
 TRACKS = {STEPS: 1, COMPUTE: 2, COMMUNICATION: 10}

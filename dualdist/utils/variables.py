@@ -18,6 +18,8 @@ OUTPUT = "DUALDIST_OUTPUT"
 NOTICE = "DUALDIST_NOTICE"
 # Suffix of a file that rank 0 creates once the job has stopped, since some launchers lose the exit status.
 DONE = ".done"
+# Names the file of the timeline.
+TIMELINE = "DUALDIST_TIMELINE"
 # Signals that preempt a rank: sent by schedulers before they reclaim a machine, and by Slurm on request.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Exit status of a preempted job that can be requeued: EX_TEMPFAIL of sysexits.h, "try again".
