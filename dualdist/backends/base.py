@@ -1,4 +1,7 @@
-"""Protocols that a backend implements: tensors are moved between ranks here, everything else is written on top."""
+"""Protocols that a backend implements: tensors are moved between ranks here, everything else is written on top.
+
+registry.py is how a backend makes itself known.
+"""
 
 from __future__ import annotations
 

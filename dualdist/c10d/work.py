@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from dualdist.backends import base
 from dualdist.backends.mpi.work import BYTES_PER_S
-from dualdist.errors import CollectiveError, CollectiveTimeoutError, MismatchError, NotInitializedError
+from dualdist.errors import CollectiveError, MismatchError, NotInitializedError
 from dualdist.monitoring.monitored import Monitor, MonitoredWork
 from dualdist.monitoring.process_state import OUR_THREADS
 
@@ -217,7 +217,7 @@ class GroupWork(dist.Work):
         if timeout > NO_TIMEOUT:
             self._progress.attend()
             if not self._done.wait(timeout.total_seconds()):
-                raise CollectiveTimeoutError(f"not all ranks arrived within {timeout.total_seconds():g} s")
+                raise base.timeout_error(timeout.total_seconds())
         elif not self._done.is_set():
             self._progress.finish(self)
         if self._error is not None:

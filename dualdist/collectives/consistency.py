@@ -1,5 +1,7 @@
 """check_consistency: fingerprints of tensors, and the comparison of all ranks' bits.
 
+The arguments and shapes of collectives are compared elsewhere, before data moves: negotiation.py.
+
 Note [fingerprint]: it is computed where the tensor lies, so that a model on a GPU need not be copied. Each chunk of
 32-bit words becomes the sum of the words times as many random numbers, modulo 2**64 (multilinear hashing; Lemire and
 Kaser, "Strongly universal string hashing is fast", The Computer Journal 57, 2014): two chunks that differ have the same

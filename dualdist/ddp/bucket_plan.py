@@ -1,4 +1,7 @@
-"""The configuration of a reduction, and the assignment of gradients to buckets."""
+"""The configuration of a reduction, and the assignment of gradients to buckets in a given order.
+
+The order is the Reducer's, and the same on all ranks: Note [bucket order] in reducer.py.
+"""
 
 from __future__ import annotations
 

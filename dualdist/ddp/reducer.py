@@ -15,7 +15,8 @@ buckets it had not launched. So the next backward first completes that reduction
 bucket, which is never launched before a backward ends. All ranks then discard it, whichever backward they took it for:
 a rank whose backward raised before anything was launched does not know of it. The gradients stay as they are, and the
 next reduction takes them. A backward inside a backward (re-entrant checkpointing) looks the same and is handled the
-same; its end reduces once more, which does not change a mean. If only some ranks do this, all raise.
+same; its end reduces once more, which does not change a mean. If only some ranks do this, all raise. If there is no
+next backward and the process ends, the others get RankLostError.
 
 Gradients that were accumulated into the bucket itself are lost with what was sent of them: zero_grad() replaces them,
 and without it the group fails. On a GPU the host does not wait to read the others' flags; only a rank that discards a

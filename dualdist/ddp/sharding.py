@@ -3,7 +3,8 @@
 Note [sharded steps]: whole parameters are assigned to ranks. Gradients are reduced as without sharding, so every rank
 has all of them until the step, and clipping, loss scaling and checks need no change. For the step a rank hides the
 gradients of the others' parameters, which torch's optimizers skip then; afterwards each rank sends its parameters.
-State is never moved between ranks: a parameter keeps its owner for as long as the group exists.
+In training no state is moved between ranks: a parameter keeps its owner for as long as the group exists. state_dict()
+gathers all of it on every rank, and load_state_dict() keeps what this rank owns: the number of ranks may differ.
 
 Note [cut parameters]: a parameter that is too large for one rank is cut, if the optimizer's step on a part has the bits
 of that part of a step on the whole. For the step a flat view of this rank's part takes the parameter's place in the

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dualdist.backends.base import ReduceOp
+from dualdist.backends.base import ReduceOp, timeout_error
 from dualdist.backends.shm.python_channel import PythonChannel, channel_bytes
 from dualdist.backends.shm.segment import SharedSegment, open_segment
-from dualdist.errors import CLOSED, CollectiveTimeoutError, NotInitializedError, RankLostError
+from dualdist.errors import CLOSED, NotInitializedError, RankLostError
 from dualdist.utils import extension
 from dualdist.utils.deadline import Deadline
 
@@ -113,7 +113,7 @@ class HostRanks:
             if channel.steps != steps:
                 steps, deadline = channel.steps, Deadline(self.timeout_s)
             elif deadline.passed() and not channel.advance(0.0):
-                raise CollectiveTimeoutError(f"not all ranks arrived within {deadline.timeout_s:g} s")
+                raise timeout_error(deadline.timeout_s)
 
     def close(self) -> None:
         """End waits with an error, here and in the other processes."""

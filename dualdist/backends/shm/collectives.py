@@ -1,4 +1,8 @@
-"""Collectives between the ranks of one host, and of several through the first rank of each."""
+"""Collectives between the ranks of one host, and of several through the first rank of each.
+
+They queue for the host's channel (channel.py), which waits for ranks; csrc/shared_memory.cpp, or its twin
+python_channel.py, moves and reduces the data.
+"""
 
 from __future__ import annotations
 

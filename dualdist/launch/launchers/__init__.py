@@ -1,7 +1,9 @@
 """Launchers: one description each, from which the command lines, options and errors that concern them are derived.
 
 To add one, write its commands and its Launcher in a module of this package, and add it to ALL;
-dualdist/environments is where its ranks find who they are.
+dualdist/environments is where its ranks find who they are. If it starts MPI, add its name to MPI_LAUNCHERS of
+rendezvous/backend_selection.py; if it shows each rank only some of the host's GPUs, to RESTRICTS_GPUS of
+doctor/checks/host.py.
 """
 
 from collections.abc import Collection, Iterator
