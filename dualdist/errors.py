@@ -74,10 +74,9 @@ class CollectiveError(DualdistError):
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A rank did not arrive at a collective operation within the timeout_s of init().
+    """A rank did not arrive at a collective operation within the timeout_s of init()."""
 
-    Transports raise it; monitoring/monitored.py adds which ranks are missing, as they answer rank_probe.py or not.
-    """
+    # Made by backends.base.timeout_error(); Monitor.describe() adds who is missing, of which RankProbe asks all ranks.
 
 
 class RankLostError(CollectiveError):

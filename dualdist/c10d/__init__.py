@@ -1,8 +1,8 @@
 """dualdist's transports beneath torch.distributed: `init_process_group("dualdist")`.
 
 Importing this registers the backend. torch does so by itself while it is being imported, by this package's entry point
-in the group `torch.backends`, in every program of an environment in which dualdist is installed: so only the package's
-API is imported before a process group is created (20 ms), as torch is not complete yet. TORCH_DEVICE_BACKEND_AUTOLOAD=0
+in the group `torch.backends`, in every program of an environment in which dualdist is installed: the package's API
+is imported then (20 ms), and what needs torch not before a process group is created. TORCH_DEVICE_BACKEND_AUTOLOAD=0
 turns it off.
 """
 

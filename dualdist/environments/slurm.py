@@ -49,8 +49,8 @@ COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """Read the variables of a task of a step.
 
-    Without MASTER_ADDR and MASTER_PORT rendezvous is by a file in a folder that all nodes share:
-    rendezvous/address_exchange.py.
+    Without MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS, the ranks meet by a file in a folder that all nodes
+    share: rendezvous/address_exchange.py.
     """
     if not is_step(environ):
         _refuse_half_a_step(environ)

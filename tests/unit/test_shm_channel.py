@@ -86,7 +86,7 @@ def test_every_dtype_is_reduced_exactly_by_every_op(kind: Kind, size: int) -> No
     on_ranks(kind, size, body)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_and_means_round_as_torch_adds_in_rank_order_and_divides(kind: Kind, size: int) -> None:
     cases = list(itertools.product((torch.float32, torch.bfloat16, torch.float16), (1000, 40_000), ("sum", "mean")))
 
@@ -96,7 +96,7 @@ def test_sums_and_means_round_as_torch_adds_in_rank_order_and_divides(kind: Kind
     def body(channel: Channel, rank: int) -> None:
         for dtype, count, op in cases:
             tensor = values(rank, count, dtype)
-            output = torch.empty_like(tensor)
+            output = torch.full_like(tensor, torch.nan)
             channel.begin_allreduce(tensor, output, OPS.index(op))
             finish(channel)
             want = reduce(torch.add, [values(other, count, dtype) for other in range(size)])
@@ -210,6 +210,14 @@ def test_messages_differ_by_text_and_by_the_size_of_their_payload(kind: Kind) ->
         return found
 
     assert on_ranks(kind, 2, body) == [[True, False, False, False, False, True]] * 2
+
+
+def test_a_message_that_is_larger_than_a_slot_is_refused(kind: Kind) -> None:
+    def body(channel: Channel, rank: int) -> None:
+        with pytest.raises(ValueError, match="the message is too long"):
+            channel.begin_message(b"x" * SLOT_BYTES, None)
+
+    on_ranks(kind, 2, body)
 
 
 class OneHost:

@@ -63,6 +63,8 @@ class PythonChannel:
     def begin_message(self, text: bytes, payload: torch.Tensor | None) -> None:
         data = b"" if payload is None else payload.detach().numpy().tobytes()
         message = HEADER.pack(len(text), len(data)) + data + text
+        if len(message) > self._slot_bytes:
+            raise ValueError("the message is too long")
         self._turn ^= 1
         start = self._slot_start(self._index)
         self._bytes[start : start + len(message)] = message
@@ -171,6 +173,9 @@ class PythonChannel:
 
     def _reduce(self, total: torch.Tensor, parts: list[torch.Tensor], op: int) -> None:
         """Reduce the parts into `total`, from the first to the last, so that all ranks round alike."""
+        if len(parts) == 1:
+            total.copy_(parts[0])
+            return
         reduced = parts[0]
         for part in parts[1:]:
             reduced = REDUCE[op](reduced, part, out=total)
