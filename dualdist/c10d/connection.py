@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta, key: s
         if (here.topology.rank, here.topology.size) == (rank, size):
             world = GroupBackend(here.backend, here.world.monitor, here.close, _wait_budget_s(here))
             return _subgroup(world, here.backend.ranks, f"c10d/{key}")
-    own: Any = store.clone()  # type: ignore[attr-defined]  # so that this waits for no call of the program
+    own = cast(Any, store).clone()  # so that this waits for no call of the program
     opened = _open_session(own, rank, size, timeout.total_seconds(), f"dualdist/{key}")
     return GroupBackend(opened.backend, opened.world.monitor, opened.close, _wait_budget_s(opened))
 

@@ -61,7 +61,7 @@ class Collective(Generic[T]):
         if self.backward is None or not requires_grad(self.inputs):
             return result
         results = [result] if isinstance(result, torch.Tensor) else cast(Sequence[torch.Tensor], result)
-        tracked = _Gradient.apply(results, handle.rank_args, self.backward, *self.inputs)  # type: ignore[no-untyped-call]
+        tracked = cast(Any, _Gradient).apply(results, handle.rank_args, self.backward, *self.inputs)
         return cast(T, tracked[0] if isinstance(result, torch.Tensor) else type(result)(tracked))  # type: ignore[call-arg]
 
     def streams(self) -> contextlib.AbstractContextManager[Any]:

@@ -107,7 +107,8 @@ class SyncBatchNorm(_BatchNorm):
         updates = self.training and self.track_running_stats
         if updates and self.running_mean is not None and self.running_var is not None:
             statistics.update(self.running_mean, self.running_var, self._factor())
-        normalized: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, statistics, self.eps)  # type: ignore[no-untyped-call]
+        apply: Any = _Normalize.apply
+        normalized: torch.Tensor = apply(input, self.weight, self.bias, statistics, self.eps)
         return normalized
 
     def _factor(self) -> float | torch.Tensor:

@@ -197,7 +197,8 @@ def _ddp(model: nn.Module, device: torch.device, method: str) -> nn.Module:
 def _fully_shard(model: nn.Module, device: torch.device, method: str) -> None:
     """Shard each layer, and the rest of the model, as FSDP2's tutorial does."""
     if method == "fsdp2_dualdist":
-        mesh = dist.DeviceMesh.from_group(dist.new_group(backend=c10d.NAME), device.type)
+        group: Any = dist.new_group(backend=c10d.NAME)
+        mesh = dist.DeviceMesh.from_group(group, device.type)
     else:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
