@@ -17,6 +17,9 @@ def register() -> None:
 
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        # torch 2.15 attaches its flight recorder to groups of other backends, and fails for one that replaces torch's.
+        recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recording.add(NAME)
 
 
 def _create(given: Any, options: object) -> Any:

@@ -87,6 +87,9 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def _get_backend(self, device: torch.device) -> DualdistGroup:
+        return self  # asked by torch 2.15 whether it coalesces calls, which it does not
+
     # Operations
 
     def allreduce(self, given: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
