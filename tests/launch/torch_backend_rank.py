@@ -265,15 +265,19 @@ def a_subgroup_needs_its_members_alone_or_is_refused() -> None:
             raises(lambda: dist.new_group(members, use_local_synchronization=True), "all ranks", "DUALDIST_BACKEND")
         dist.barrier()
         return
-    group = dist.new_group(members, use_local_synchronization=True) if me() in members else None
-    if group is not None:
+    # torch 2.15 numbers groups differently on each rank after groups of some: the next group of all hangs with Gloo.
+    is_local = torch.__version__ < (2, 15)
+    group = None
+    if me() in members or not is_local:
+        group = dist.new_group(members, use_local_synchronization=is_local)
+    if me() in members:
         tensor = drawn(me())
         dist.all_reduce(tensor, group=group)
         assert torch.equal(tensor, sum(drawn(rank) for rank in members))
         dist.broadcast(tensor, members[-1], group=group)
         dist.barrier(group)
         dist.destroy_process_group(group)
-    for _ in range(2 * (group is not None)):  # torch gives it the same name each time
+    for _ in range(2 * (is_local and me() in members)):  # torch gives it the same name each time
         dist.destroy_process_group(dist.new_group(members, use_local_synchronization=True))
     same = dist.new_group()
     world, again = drawn(me()), drawn(me())
