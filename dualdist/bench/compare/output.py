@@ -2,13 +2,13 @@
 
 import csv
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dualdist.bench.compare.launches import OVER_RANKS, Launch, group_by_contender
 from dualdist.bench.compare.metrics import ComparisonResult, ContenderMetrics
-from dualdist.bench.compare.plots import Plot, draw_plots
+from dualdist.bench.compare.plots import draw_plots
 from dualdist.bench.report import (
     ReportTable,
     dump_json,
@@ -23,33 +23,28 @@ from dualdist.bench.report import (
 from dualdist.bench.statistics import MIN_LAUNCHES, MedianInterval
 from dualdist.utils.machine import Machine
 
-TEMPLATE = "page.html.j2"
-PAGE, DATA, TABLE = "report.html", "comparison.json", "launches.csv"
-# What the columns of the tables mean; those that a table does not have are not explained.
-SPEED: Mapping[str, str] = {
-    "contender": "",
-    "launches": "",
-    "samples/s": "",
-    "95% of samples/s": "",
-    "per rank": "",
-    "steps/s": "",
-    "95% of steps/s": "",
+MIB = 2**20
+SPEED = (
+    *("contender", "launches", "samples/s", "95% of samples/s", "per rank", "steps/s", "95% of steps/s", "step ms"),
+    *("step / fastest", "95% of it"),
+)
+# Metric, format, scale and meaning of each column.
+COST = {
+    "exposed ms": ("exposed_s", ".2f", 1e3, "step time minus that without communication"),
+    "efficiency": ("scaling_efficiency", ".0%", 1, "against one rank with its share of the batch"),
+    "8 B us": ("latency_s", ".0f", 1e6, "latency of an allreduce"),
+    "bus GB/s": ("bus_gb_s", ".3g", 1, "bus bandwidth of the largest allreduce, as nccl-tests define it"),
+    "start s": ("startup_s", ".1f", 1, "from the launch to the end of the first step"),
+    "host MiB": ("peak_bytes", ".0f", 1 / MIB, "peak memory, maximum over ranks"),
+    "GPU MiB": ("device_peak_bytes", ".0f", 1 / MIB, "the same of GPUs"),
+    "TCP MiB/step": ("tcp_bytes", ".2f", 1 / MIB, "what a rank sends over TCP, which shared memory does not use"),
+    "sent MiB/step": ("sent_bytes", ".3g", 1 / MIB, "gradients that a rank gives to the reduction, as they are sent"),
+    "CPU ms/step": ("cpu_s", ".1f", 1e3, "sum over ranks"),
+}
+NOTES = {name: note for name, (*_, note) in COST.items()} | {
     "step ms": "of the slowest rank, the median of its launch",
     "step / fastest": "step time over that of the fastest candidate in the same round; the rows are in this order",
     "95% of it": "a bootstrap interval over launches, for this pair alone",
-}
-COST: Mapping[str, str] = {
-    "contender": "",
-    "exposed ms": "step time minus that without communication",
-    "efficiency": "against one rank with its share of the batch",
-    "8 B us": "latency of an allreduce",
-    "bus GB/s": "bus bandwidth of the largest allreduce, as nccl-tests define it",
-    "start s": "from the launch to the end of the first step",
-    "host MiB": "peak memory, maximum over ranks",
-    "GPU MiB": "the same of GPUs",
-    "TCP MiB/step": "what a rank sends over TCP, which shared memory does not use",
-    "sent MiB/step": "gradients that a rank gives to the reduction, as they are sent",
-    "CPU ms/step": "sum over ranks",
 }
 CSV_COLUMNS = (
     *("contender", "label", "launcher", "backend", "transport", "round", "began", "step_s", "samples_per_s"),
@@ -61,33 +56,33 @@ CSV_COLUMNS = (
 def tables(result: ComparisonResult) -> Iterator[ReportTable]:
     """Yield the tables of speed, of cost, and of contenders that were not measured."""
     if result.contenders:
-        yield _speed_table(result.contenders)
-        yield _table("Cost", COST, map(_cost, result.contenders))
+        yield _table("Speed", SPEED, result.contenders, _speed)
+        yield _table("Cost", ("contender", *COST), result.contenders, _cost)
     if result.refused:
         yield failure_table("contender", [(each.contender.label, each.reason) for each in result.refused])
 
 
-def _table(title: str, columns: Mapping[str, str], rows: Iterable[Sequence[str]], interval: str = "") -> ReportTable:
-    """Return a table without columns that are empty in all rows, explained below; `interval` explains those of 95%."""
-    kept = list(rows)
-    known = [number for number, values in enumerate(zip(*kept, strict=True)) if set(values) != {""}]
-    names = [name for number, name in enumerate(columns) if number in known]
-    notes = [f"{name}: {columns[name]}" for name in names if columns[name]]
-    notes += [interval] if interval and any(name.startswith("95%") for name in names) else []
-    values = tuple(tuple(row[number] for number in known) for row in kept)
-    return ReportTable(title, tuple(names), values, ("; ".join(notes),))
-
-
-def _speed_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
-    too_few = min(each.launches for each in contenders) < MIN_LAUNCHES
-    remark = f"95%: the interval, or of fewer than {MIN_LAUNCHES} launches the range of values"
-    return _table("Speed", SPEED, map(_speed, contenders), remark if too_few else "")
+def _table(
+    title: str,
+    columns: Sequence[str],
+    contenders: Sequence[ContenderMetrics],
+    cells: Callable[[ContenderMetrics], Sequence[str]],
+) -> ReportTable:
+    """Return a table without columns that are empty in all rows, explained below."""
+    rows = [cells(each) for each in contenders]
+    known = [number for number, values in enumerate(zip(*rows, strict=True)) if set(values) != {""}]
+    names = tuple(columns[number] for number in known)
+    notes = [f"{name}: {NOTES[name]}" for name in names if name in NOTES]
+    if any(name.startswith("95%") for name in names) and min(each.launches for each in contenders) < MIN_LAUNCHES:
+        notes.append(f"95%: the interval, or of fewer than {MIN_LAUNCHES} launches the range of values")
+    return ReportTable(title, names, tuple(tuple(row[number] for number in known) for row in rows), ("; ".join(notes),))
 
 
 def _speed(contender: ContenderMetrics) -> tuple[str, ...]:
     ratio, rate = contender.ratio_to_fastest, contender.samples_per_s or contender.step_s.inverse()
     rates = (_number(rate.value), _interval(rate, _number))
-    per_rank = _range(contender.samples_per_s_by_rank or [])
+    by_rank = contender.samples_per_s_by_rank
+    per_rank = " to ".join(dict.fromkeys(map(_number, (min(by_rank), max(by_rank))))) if by_rank else ""
     return (
         contender.label,
         str(contender.launches),
@@ -110,29 +105,14 @@ def _known(value: MedianInterval | float | None, spec: str, scale: float = 1) ->
     return "" if number is None else format(number * scale, spec)
 
 
-def _range(values: Sequence[float]) -> str:
-    return " to ".join(dict.fromkeys(_number(each) for each in (min(values), max(values)))) if values else ""
-
-
 def _number(value: float) -> str:
     """Format with three significant digits or more, without an exponent: 1.23, 45.6, 12345."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _cost(contender: ContenderMetrics) -> tuple[str, ...]:
-    return (
-        contender.label,
-        _known(contender.exposed_s, ".2f", 1e3),
-        _known(contender.scaling_efficiency, ".0%"),
-        _known(contender.latency_s, ".0f", 1e6),
-        _known(contender.bus_gb_s, ".3g"),
-        f"{contender.startup_s:.1f}",
-        _known(contender.peak_bytes, ".0f", 1 / 2**20),
-        _known(contender.device_peak_bytes, ".0f", 1 / 2**20),
-        _known(contender.tcp_bytes, ".2f", 1 / 2**20),
-        _known(contender.sent_bytes, ".3g", 1 / 2**20),
-        _known(contender.cpu_s, ".1f", 1e3),
-    )
+def _cost(contender: ContenderMetrics) -> list[str]:
+    cells = (_known(getattr(contender, metric), spec, scale) for metric, spec, scale, _ in COST.values())
+    return [contender.label, *cells]
 
 
 def _bandwidth_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
@@ -177,34 +157,16 @@ def _csv_row(launch: Launch) -> dict[str, object]:
     return row
 
 
-def write_folder(
-    folder: Path,
-    result: ComparisonResult,
-    record: Mapping[str, Any],
-    launches: Sequence[Launch],
-) -> Path:
-    """Write page, plots, CSV and JSON to the folder; return the path of the page."""
+def write_folder(folder: Path, result: ComparisonResult, record: Mapping[str, Any], launches: Sequence[Launch]) -> Path:
+    """Write plots, CSV, JSON and a page that needs no other file and no network; return the path of the page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     plots = draw_plots(result, group_by_contender(launches))
     for name, plot in plots.items():
         (folder / f"{name}.svg").write_text(plot.svg)
     data = dump_json(record).encode()
-    (folder / DATA).write_bytes(data)
-    write_csv(folder / TABLE, launches)
-    page = folder / PAGE
-    page.write_text(_render_page(result, record, launches, plots, data))
-    return page
-
-
-def _render_page(
-    result: ComparisonResult,
-    record: Mapping[str, Any],
-    launches: Sequence[Launch],
-    plots: Mapping[str, Plot],
-    data: bytes,
-) -> str:
-    """Return the HTML page, which needs no other file and no network."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
+    (folder / "comparison.json").write_bytes(data)
+    write_csv(folder / "launches.csv", launches)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     settings = format_settings(record["settings"])
@@ -215,19 +177,22 @@ def _render_page(
         "versions": format_versions(record["versions"]),
         **settings,
     }
-    return environment.get_template(TEMPLATE).render(
+    text = environment.get_template("page.html.j2").render(
         result=result,
         setup=setup,
         summary=", ".join(f"{settings[name]} {name}" for name in ("ranks", "model", "script") if name in settings),
         tables=list(tables(result)),
         bandwidth=_bandwidth_table(result.contenders),
         classes={each.label: _css_class(each, result) for each in result.contenders},
-        plots=[(name, plot.alt, b64encode(plot.svg.encode()).decode()) for name, plot in plots.items()],
+        plots=[(plot.alt, b64encode(plot.svg.encode()).decode()) for plot in plots.values()],
         launches=[*map(_page_row, launches)],
         commands={launch.label: launch.command for launch in launches},
         data=b64encode(data).decode(),
         data_size=format_size(len(data)),
     )
+    page = folder / "report.html"
+    page.write_text(text)
+    return page
 
 
 def _css_class(contender: ContenderMetrics, result: ComparisonResult) -> str:
