@@ -14,7 +14,7 @@ from torch.utils.data._utils import worker as torch_worker  # private to torch: 
 
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
-from dualdist.data.sampler import EpochShare, Sampler
+from dualdist.data.sampler import Sampler
 from dualdist.errors import UsageError
 from dualdist.monitoring import preemption
 from dualdist.utils.suggest import type_name
@@ -223,20 +223,15 @@ class _ShardedStream(IterableDataset[Any]):
         epoch, start, rank, size = self._position.tolist()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        share = EpochShare(None, start, rank, size, self._sampler.remainder)
-        return self._samples(
-            share, random_state.make_random_state(random_state.derive_seed(self._sampler.seed, epoch)), number, workers
-        )
-
-    def _samples(self, share: EpochShare, state: RandomState, number: int, workers: int) -> Iterator[Any]:
-        rank, size = share.rank, share.size
+        state = random_state.make_random_state(random_state.derive_seed(self._sampler.seed, epoch))
+        remainder = self._sampler.remainder
         first: list[Any] = []  # of the epoch, for padding
         with _isolated(state):
             samples = iter(self.dataset)
-            if share.remainder == "pad":
+            if remainder == "pad":
                 first = list(islice(samples, size))
                 samples = chain(first, samples)
-            for _ in islice(samples, share.start):
+            for _ in islice(samples, start):
                 pass
         for batch in count():
             is_own = batch % workers == number
@@ -247,9 +242,9 @@ class _ShardedStream(IterableDataset[Any]):
                         own.append(sample)
                     seen += 1
             groups, more = divmod(seen, size)
-            if share.remainder == "drop":
+            if remainder == "drop":
                 own = own[:groups]
-            elif share.remainder == "pad" and is_own and more and rank >= more:
+            elif remainder == "pad" and is_own and more and rank >= more:
                 own.append(first[(rank - more) % len(first)])
             yield from own
             if seen < self._batch_size * size:

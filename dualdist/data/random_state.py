@@ -48,12 +48,10 @@ def seed_generators(number: int, device: torch.device | None = None) -> None:
 
 def make_random_state(number: int) -> RandomState:
     """Return the states after seed_generators(number), without changing the current ones."""
-    saved = get_random_state()
-    try:
+    state = get_random_state()
+    with use_random_state(state):
         seed_generators(number)
-        return get_random_state()
-    finally:
-        set_random_state(saved)
+    return state
 
 
 def derive_seed(*parts: object) -> int:

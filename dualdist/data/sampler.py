@@ -124,7 +124,7 @@ class Sampler(torch.utils.data.Sampler[int]):
     @property
     def position(self) -> int:
         """The samples of the epoch that all ranks together have done; the same on every rank."""
-        return self._share.position(self._done)
+        return self.share.position(self._done)
 
     @property
     def possible_positions(self) -> set[tuple[int, int]]:
@@ -132,32 +132,27 @@ class Sampler(torch.utils.data.Sampler[int]):
         if self.remaining != 0:
             return {(self._epoch, self.position)}
         # Another rank's share may be longer.
-        before = min(self._share.start + self._done * self._share.size, cast(int, self.count))
-        return {(self._epoch, before), (self._epoch, cast(int, self._share.end)), (self._epoch + 1, 0)}
-
-    @property
-    def share(self) -> EpochShare:
-        """The share of the current iteration."""
-        return self._share
+        before = min(self.share.start + self._done * self.share.size, cast(int, self.count))
+        return {(self._epoch, before), (self._epoch, cast(int, self.share.end)), (self._epoch + 1, 0)}
 
     @property
     def remaining(self) -> int | None:
         """The samples left in this rank's share; None if unknown."""
-        return None if self.count is None else len(self._share) - self._done
+        return None if self.count is None else len(self.share) - self._done
 
     @property
     def all_ranks_had_batch(self) -> bool:
         """True unless some ranks had no batch in the last recorded step (remainder="uneven" only)."""
         if self.count is None or self.remainder != "uneven":
             return True
-        shortest = (self.count - self._share.start) // self._share.size
+        shortest = (self.count - self.share.start) // self.share.size
         return self._done <= shortest if self._drops_last else self._done_before < shortest
 
     def __len__(self) -> int:
         """Return this rank's samples in the current iteration, or after its last sample in the next one."""
         if self._is_over():
             return len(self._share_from(0))
-        return len(self._share if self._is_iterating else self._share_from(self.position))
+        return len(self.share if self._is_iterating else self._share_from(self.position))
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices of the rest of the epoch."""
@@ -166,7 +161,7 @@ class Sampler(torch.utils.data.Sampler[int]):
             self.begin()
             self._is_counted = False  # until record() is called
         self._is_begun = False
-        return self._indices(self._share.indices(self._order()), self.iteration)
+        return self._indices(self.share.indices(self._order()), self.iteration)
 
     def begin(self, *, drops_last: bool = False) -> int:
         """Begin an iteration at the current position, ending all others, and return its number; for loaders."""
@@ -256,7 +251,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         Once may be a look at the first batch, as workers prefetch all indices.
         """
         was_unrecorded = (
-            self._exhausted == self.iteration and not self._done and self._share.start > 0 and bool(self.remaining)
+            self._exhausted == self.iteration and not self._done and self.share.start > 0 and bool(self.remaining)
         )
         self._unrecorded = self._unrecorded + 1 if was_unrecorded else 0
         if self._unrecorded > 1:
@@ -281,7 +276,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         """Split the samples from this position on among the current ranks."""
         self.iteration += 1
         self._epoch = epoch
-        self._share = self._share_from(position)
+        self.share = self._share_from(position)  # of the current iteration
         self._done = 0  # of the share
         self._done_before = 0  # before the last record()
         self._is_iterating = self._is_begun = self._is_rest_dropped = self._drops_last = False
