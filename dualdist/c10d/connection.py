@@ -45,15 +45,14 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta, key: s
     if session.is_open():
         here = session.current()
         if (here.topology.rank, here.topology.size) == (rank, size):
-            world = GroupBackend(here.backend, here.world.monitor, here.close, _wait_budget_s(here))
-            return _subgroup(world, here.backend.ranks, f"c10d/{key}")
+            return _subgroup(_members(here), here.backend.ranks, f"c10d/{key}")
     own = cast(Any, store).clone()  # so that this waits for no call of the program
-    opened = _open_session(own, rank, size, timeout.total_seconds(), f"dualdist/{key}")
-    return GroupBackend(opened.backend, opened.world.monitor, opened.close, _wait_budget_s(opened))
+    return _members(_open_session(own, rank, size, timeout.total_seconds(), f"dualdist/{key}"))
 
 
-def _wait_budget_s(opened: Session) -> float:
-    return wait_budget_s(usable_cores(), machine_cores(), opened.topology.local_size, torch.get_num_threads())
+def _members(opened: Session) -> GroupBackend:
+    budget_s = wait_budget_s(usable_cores(), machine_cores(), opened.topology.local_size, torch.get_num_threads())
+    return GroupBackend(opened.backend, opened.world.monitor, opened.close, budget_s)
 
 
 def _subgroup(world: GroupBackend, ranks: Sequence[int], key: str) -> GroupBackend:

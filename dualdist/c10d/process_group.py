@@ -95,13 +95,15 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def allreduce(self, given: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
         tensors = [given] if isinstance(given, torch.Tensor) else given  # as DDP calls it in join()
         opts = opts or c10d.AllreduceOptions()
-        if any(tensor.is_sparse for tensor in tensors):
-            return self._allreduce_sparse(tensors, opts)
 
-        def begin_one(flat: torch.Tensor, name: str) -> Work:
-            return self._allreduce(flat, opts.reduceOp.op, name)
+        def begin(tensor: torch.Tensor, name: str) -> Work:
+            return in_place(tensor, lambda flat: self._allreduce(flat, opts.reduceOp.op, name))
 
-        return self._submit("allreduce", tensors, opts, lambda name: in_place(tensors, name, begin_one))
+        def begin_sparse(tensor: torch.Tensor, name: str) -> Work:
+            return self._allreduce_sparse(tensor, opts.reduceOp.op, name)
+
+        is_sparse = any(tensor.is_sparse for tensor in tensors)
+        return self._submit("allreduce", opts, [tensors], begin_sparse if is_sparse else begin)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> GroupWork:
         return self.allreduce(tensors, opts)
@@ -109,66 +111,51 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
         root = self._root(opts)
 
-        def begin(name: str) -> Sequence[Work]:
-            work = self._allreduce(copied(tensors[0]), opts.reduceOp.op, name)
-            return [stored(work, tensors if self.rank() == root else [])]
+        def begin(tensor: torch.Tensor, name: str) -> Work:
+            work = self._allreduce(copied(tensor), opts.reduceOp.op, name)
+            return stored(work, [tensor] if self.rank() == root else [])
 
-        return self._submit("reduce", tensors, opts, begin)
+        return self._submit("reduce", opts, [tensors], begin)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
         root = self._root(opts)
 
-        def begin_one(flat: torch.Tensor, name: str) -> Work:
-            return self._backend.broadcast_(as_bytes(flat), root, name)
+        def begin(tensor: torch.Tensor, name: str) -> Work:
+            return in_place(tensor, lambda flat: self._backend.broadcast_(as_bytes(flat), root, name))
 
-        return self._submit("broadcast", tensors, opts, lambda name: in_place(tensors, name, begin_one))
+        return self._submit("broadcast", opts, [tensors], begin)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
-        def begin(name: str) -> Sequence[Work]:
-            return [
-                stored(self._gather_bytes(tensor, each), self._one_each(into, "allgather", tensor))
-                for tensor, into, each in zip(inputs, outputs, numbered(name, inputs), strict=True)
-            ]
+        def begin(into: Tensors, tensor: torch.Tensor, name: str) -> Work:
+            return stored(self._gather_bytes(tensor, name), self._one_each(into, "allgather", tensor))
 
-        return self._submit("allgather", [each for into in outputs for each in into], opts, begin, inputs)
+        return self._submit("allgather", opts, [outputs, inputs], begin)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
         # outputs[rank][number], unlike in allgather
         return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
-        def begin(name: str) -> Sequence[Work]:
-            return [
-                self._gather_into(output, tensor, each)
-                for output, tensor, each in zip(outputs, inputs, numbered(name, inputs), strict=True)
-            ]
-
-        return self._submit("allgather", outputs, opts, begin, inputs)
+        return self._submit("allgather", opts, [outputs, inputs], self._gather_into)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> GroupWork:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
-        def begin(name: str) -> Sequence[Work]:
-            return [
-                self._reduce_scatter(output, copied(tensor), opts.reduceOp.op, each)
-                for output, tensor, each in zip(outputs, inputs, numbered(name, inputs), strict=True)
-            ]
+        def begin(output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work:
+            return self._reduce_scatter(output, copied(tensor), opts.reduceOp.op, name)
 
-        return self._submit("reduce_scatter", outputs, opts, begin, inputs)
+        return self._submit("reduce_scatter", opts, [outputs, inputs], begin)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
-        def begin(name: str) -> Sequence[Work]:
-            joined = [torch.cat([plain(each).reshape(-1) for each in parts]) for parts in inputs]
-            return [
-                self._reduce_scatter(output, tensor, opts.reduceOp.op, each)
-                for output, tensor, each in zip(outputs, joined, numbered(name, outputs), strict=True)
-            ]
+        def begin(output: torch.Tensor, parts: Tensors, name: str) -> Work:
+            joined = torch.cat([plain(each).reshape(-1) for each in parts])
+            return self._reduce_scatter(output, joined, opts.reduceOp.op, name)
 
-        return self._submit("reduce_scatter", outputs, opts, begin, [each for parts in inputs for each in parts])
+        return self._submit("reduce_scatter", opts, [outputs, inputs], begin)
 
     def all_to_all_single(
         self,
@@ -202,7 +189,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> GroupWork:
         token = torch.zeros(1, dtype=torch.uint8)
         opts = opts or c10d.BarrierOptions()
-        return self._submit("barrier", [], opts, lambda name: [self._backend.allgather(token, name)])
+        return self._submit("barrier", opts, [[[]]], lambda _, name: self._backend.allgather(token, name))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names those that are missing."""
@@ -228,7 +215,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         """Return work that is done once all operations before it are."""
-        return self._submit("coalesced", [], c10d.BarrierOptions(), lambda name: [])
+        return self._submit("coalesced", c10d.BarrierOptions(), [], CompletedWork)
 
     # The group itself
 
@@ -250,21 +237,22 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     # How they are done
 
-    def _submit(
-        self,
-        kind: str,
-        result: Tensors,
-        opts: Any,
-        begin: Callable[[str], Sequence[Work]],
-        inputs: Tensors = (),  # type: ignore[assignment]
-    ) -> GroupWork:
-        check([*result, *inputs])
+    def _submit(self, kind: str, opts: Any, columns: Sequence[list[Any]], begin: Callable[..., Work]) -> GroupWork:
+        """Begin an operation of the transport for each row: begin(output, input, name).
+
+        The columns are the outputs, which are the result, and the inputs, where they are others: tensors, or lists.
+        """
+        result, *inputs = map(flattened, columns or [[]])
+        check([*result, *flattened(inputs)])
         self._progress.end_callbacks()
         self._progress.require_usable()
         self._count += 1
         name, own_s = f"c10d.{self._name}.{kind}.{self._count}", opts.timeout.total_seconds()
+        rows = list(zip(*columns, strict=True))
+        names = [name] if len(rows) == 1 else [f"{name}.{number}" for number in range(len(rows))]
         with self._time_limit(own_s):
-            work = GroupWork(self._progress, begin(name), result, lambda: self._time_limit(own_s))
+            works = [begin(*row, each) for row, each in zip(rows, names, strict=True)]
+            work = GroupWork(self._progress, works, result, lambda: self._time_limit(own_s))
         self._progress.add(work, in_background=getattr(opts, "asyncOp", True))
         return work
 
@@ -284,20 +272,13 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         finally:
             self._backend.timeout_s = self._timeout_s
 
-    def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> GroupWork:
-        """Reduce sparse tensors at once, by several operations of the transport."""
-
-        def begin(name: str) -> Sequence[Work]:
-            if opts.reduceOp.op != Op.SUM:
-                raise UnsupportedError("sparse tensors are reduced by SUM only")
-            with self._progress.all_finished():
-                for tensor, each in zip(tensors, numbered(name, tensors), strict=True):
-                    total = sparse_sum(self._backend, tensor.detach(), "sum", each)
-                    with torch.no_grad():
-                        tensor.copy_(total)  # which resizes it, and not a tensor that detach() returns
-            return []
-
-        return self._submit("allreduce", tensors, opts, begin)
+    def _allreduce_sparse(self, tensor: torch.Tensor, op: Any, name: str) -> Work:
+        """Reduce a sparse tensor at once, by several operations of the transport."""
+        if op != Op.SUM:
+            raise UnsupportedError("sparse tensors are reduced by SUM only")
+        with self._progress.all_finished(), torch.no_grad():
+            total = sparse_sum(self._backend, tensor.detach(), "sum", name)
+            return CompletedWork(tensor.copy_(total))  # which resizes it, and not a tensor that detach() returns
 
     def _allreduce(self, flat: torch.Tensor, op: Any, name: str) -> Work:
         """Begin to reduce a contiguous tensor in place."""
@@ -352,12 +333,12 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     ) -> GroupWork:
         """Send bytes to each rank: the next sent[i] of the inputs to rank i."""
 
-        def begin(name: str) -> Sequence[Work]:
-            data = [as_bytes(plain(each)) for each in inputs]
+        def begin(into: Tensors, tensors: Tensors, name: str) -> Work:
+            data = [as_bytes(plain(each)) for each in tensors]
             given = data[0] if len(data) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *data])
-            return [stored(self._backend.alltoall(given, sent, received, name), outputs)]
+            return stored(self._backend.alltoall(given, sent, received, name), into)
 
-        return self._submit(kind, outputs, opts, begin, inputs)
+        return self._submit(kind, opts, [[outputs], [inputs]], begin)
 
     def _root(self, opts: Any) -> int:
         """Return the index of the rank that an operation starts from or ends at."""
@@ -433,14 +414,11 @@ def store(target: torch.Tensor, data: torch.Tensor) -> None:
             into.copy_(data.clone().view(into.dtype).view(into.shape))
 
 
-def in_place(tensors: Tensors, name: str, begin: Callable[[torch.Tensor, str], Work]) -> Sequence[Work]:
-    """Begin an operation on each tensor, or on a contiguous copy of which the result is copied back."""
-    works = []
-    for tensor, each in zip(tensors, numbered(name, tensors), strict=True):
-        values = plain(tensor)
-        work = begin(values, each) if values.numel() else CompletedWork(values)
-        works.append(work if values.data_ptr() == tensor.data_ptr() else stored(work, [tensor]))
-    return works
+def in_place(tensor: torch.Tensor, begin: Callable[[torch.Tensor], Work]) -> Work:
+    """Begin an operation on the tensor, or on a contiguous copy of which the result is copied back."""
+    values = plain(tensor)
+    work = begin(values) if values.numel() else CompletedWork(values)
+    return work if values.data_ptr() == tensor.data_ptr() else stored(work, [tensor])
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -467,9 +445,9 @@ def combined(rows: torch.Tensor, op: Callable[[torch.Tensor, torch.Tensor], torc
     return total
 
 
-def numbered(name: str, tensors: Sequence[object]) -> list[str]:
-    """Return a name for each tensor of one operation."""
-    return [name] if len(tensors) == 1 else [f"{name}.{number}" for number in range(len(tensors))]
+def flattened(given: list[Any]) -> Tensors:
+    """Return the tensors of a list of tensors, or of lists of them."""
+    return [tensor for each in given for tensor in ([each] if isinstance(each, torch.Tensor) else each)]
 
 
 def check(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -48,7 +48,7 @@ class Progress:
         self._finisher = 0  # the thread that finishes an operation now
         self._unattended = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
-        self._may_call_back = False
+        self.may_call_back = False  # a future was asked for
         self.is_open = True
 
     def require_usable(self) -> None:
@@ -93,14 +93,10 @@ class Progress:
             self._thread.start()
         self._unattended.release()
 
-    def expect_callbacks(self) -> None:
-        """Note that a future was asked for."""
-        self._may_call_back = True
-
     def end_callbacks(self) -> None:
         """Finish what has begun, with its callbacks, before another operation begins."""
-        if self._may_call_back and self._finisher != threading.get_ident():
-            self._may_call_back = False
+        if self.may_call_back and self._finisher != threading.get_ident():
+            self.may_call_back = False
             with self.all_finished():
                 pass
 
@@ -231,7 +227,7 @@ class GroupWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        self._progress.expect_callbacks()
+        self._progress.may_call_back = True
         with self._resolving:
             if self._future is None:
                 self._source = torch.futures.Future()
