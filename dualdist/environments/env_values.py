@@ -17,16 +17,15 @@ OVERRIDE = "DUALDIST_RANK and DUALDIST_SIZE"
 INTEGER = re.compile(r"[0-9]{1,9}")
 SHOWN = 40  # characters of a value in an error
 FIELDS = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
-UPPER_BOUNDS = (
-    ("rank", "size", "a rank must be below the size"),
-    ("local_rank", "local_size", "a local rank must be below the number of ranks of its node"),
-    ("local_rank", "size", "a local rank must be below the size"),
-    ("node_rank", "num_nodes", "a node's index must be below the number of nodes"),
-    ("node_rank", "size", "a node's index must be below the number of ranks"),
-)
-COUNTS = (
-    ("local_size", "a node has between one and all of the ranks"),
-    ("num_nodes", "there are between one node and one node per rank"),
+# A field, its bound, and the rule: an index counts from 0, a number of things from 1.
+BOUNDS = (
+    ("rank", "size", 0, "a rank must be below the size"),
+    ("local_rank", "local_size", 0, "a local rank must be below the number of ranks of its node"),
+    ("local_rank", "size", 0, "a local rank must be below the size"),
+    ("node_rank", "num_nodes", 0, "a node's index must be below the number of nodes"),
+    ("node_rank", "size", 0, "a node's index must be below the number of ranks"),
+    ("local_size", "size", 1, "a node has between one and all of the ranks"),
+    ("num_nodes", "size", 1, "there are between one node and one node per rank"),
 )
 
 
@@ -111,30 +110,17 @@ def read_values(environ: Mapping[str, str], variables: LauncherVariables) -> Env
     rank, size = values.pop("rank"), values.pop("size")
     assert rank is not None
     assert size is not None
+    if size < 1:
+        raise TopologyError(f"{variables.size}={size}: a job has at least one rank; start with `{variables.command}`")
     found = EnvValues(rank, size, **values)
-    _check_bounds(found, variables)
+    for field, bound_field, first, rule in BOUNDS:
+        value, bound = getattr(found, field), getattr(found, bound_field)
+        if value is not None and bound is not None and not first <= value < first + bound:
+            raise TopologyError(
+                f"{getattr(variables, field)}={value} but {getattr(variables, bound_field)}={bound}: {rule}; was this "
+                f"started with `{variables.command}`? Unset leftover variables, or set {OVERRIDE}"
+            )
     return found
-
-
-def _check_bounds(values: EnvValues, variables: LauncherVariables) -> None:
-    """Raise TopologyError, naming the variables, if the values are impossible."""
-    if values.size < 1:
-        raise TopologyError(
-            f"{variables.size}={values.size}: a job has at least one rank; start with `{variables.command}`"
-        )
-    hint = f"was this started with `{variables.command}`? Unset leftover variables, or set {OVERRIDE}"
-    for field, bound_field, rule in UPPER_BOUNDS:
-        value, bound = getattr(values, field), getattr(values, bound_field)
-        if value is not None and bound is not None and value >= bound:
-            raise TopologyError(
-                f"{getattr(variables, field)}={value} but {getattr(variables, bound_field)}={bound}: {rule}; {hint}"
-            )
-    for field, rule in COUNTS:
-        value = getattr(values, field)
-        if value is not None and not 1 <= value <= values.size:
-            raise TopologyError(
-                f"{getattr(variables, field)}={value} but {variables.size}={values.size}: {rule}; {hint}"
-            )
 
 
 def require_agreement(environ: Mapping[str, str], topology: Topology, other: LauncherVariables) -> None:
@@ -156,7 +142,6 @@ class MainAddress:
     address: str
     port: int
     has_agent: bool = False
-    variables: tuple[str, str] = MASTER
 
     @property
     def is_loopback(self) -> bool:
@@ -176,7 +161,7 @@ def get_main_address(environ: Mapping[str, str], variables: tuple[str, str] = MA
     assert port is not None
     if not 0 < port < 65536:
         raise TopologyError(f"{variables[1]}={port}: a port is between 1 and 65535; set {variables[1]} to a free one")
-    return MainAddress(address, port, get_value(environ, AGENT_STORE) == "True", variables)
+    return MainAddress(address, port, get_value(environ, AGENT_STORE) == "True")
 
 
 def read_topology(
@@ -232,7 +217,7 @@ def read_topology(
         rendezvous=rendezvous,
         mpi=mpi,
         inferred=inferred,
-        origins=(*given, *zip(("address", "port"), main.variables if main else (), strict=False)),
+        origins=(*given, *zip(("address", "port"), address if main and address else (), strict=False)),
     )
 
 

@@ -14,12 +14,9 @@ from dualdist.environments.env_values import (
 from dualdist.topology import Topology
 
 VARIABLES = LauncherVariables(
-    launcher="horovodrun",
-    command="horovodrun -np N python script.py",
-    rank="HOROVOD_RANK",
-    size="HOROVOD_SIZE",
-    local_rank="HOROVOD_LOCAL_RANK",
-    local_size="HOROVOD_LOCAL_SIZE",
+    "horovodrun",
+    "horovodrun -np N python script.py",
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
 )
 CROSS = replace(VARIABLES, rank="HOROVOD_CROSS_RANK", size="HOROVOD_CROSS_SIZE", local_rank=None, local_size=None)
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"

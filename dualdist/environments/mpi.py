@@ -18,39 +18,27 @@ from dualdist.topology import Topology
 
 # OMPI_COMM_WORLD_NODE_RANK is not the node's index.
 OPENMPI = LauncherVariables(
-    launcher="Open MPI",
-    command="mpirun -np N python script.py",
-    rank="OMPI_COMM_WORLD_RANK",
-    size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    "Open MPI",
+    "mpirun -np N python script.py",
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
 HYDRA = LauncherVariables(
-    launcher="MPICH or Intel MPI",
-    command="mpirun -np N python script.py",
-    rank="PMI_RANK",
-    size="PMI_SIZE",
-    local_rank="MPI_LOCALRANKID",
-    local_size="MPI_LOCALNRANKS",
+    "MPICH or Intel MPI",
+    "mpirun -np N python script.py",
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 MVAPICH = LauncherVariables(
-    launcher="MVAPICH2",
-    command="mpirun_rsh -np N -hostfile hosts python script.py",
-    rank="MV2_COMM_WORLD_RANK",
-    size="MV2_COMM_WORLD_SIZE",
-    local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-    local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    "MVAPICH2",
+    "mpirun_rsh -np N -hostfile hosts python script.py",
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
-PMI = LauncherVariables(launcher="PMI", command="mpiexec -n N python script.py", rank="PMI_RANK", size="PMI_SIZE")
+PMI = LauncherVariables("PMI", "mpiexec -n N python script.py", "PMI_RANK", "PMI_SIZE")
 PMIX = ("PMIX_RANK", "PMIX_NAMESPACE")
 # IBM's Job Step Manager, on LSF clusters.
 JSM = LauncherVariables(
-    launcher="jsrun",
-    command="jsrun -n N python script.py",
-    rank="JSM_NAMESPACE_RANK",
-    size="JSM_NAMESPACE_SIZE",
-    local_rank="JSM_NAMESPACE_LOCAL_RANK",
-    local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    "jsrun",
+    "jsrun -n N python script.py",
+    *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
 )
 # HPE's mpiexec on Cray systems under PBS. It gives no size itself; PMI does, which `mpiexec --pmi=pmix` leaves out.
 PALS = LauncherVariables(
@@ -125,9 +113,7 @@ def detect_pals(environ: Mapping[str, str]) -> Topology | None:
 
 def detect_flux(environ: Mapping[str, str]) -> Topology | None:
     """Read Flux's variables, which give neither the local size nor the node rank."""
-    if not _is_flux_task(environ):
-        return None
-    return _read_mpi(environ, FLUX, "flux")
+    return _read_mpi(environ, FLUX, "flux") if _is_flux_task(environ) else None
 
 
 def _is_flux_task(environ: Mapping[str, str]) -> bool:

@@ -7,28 +7,19 @@ from dualdist.topology import Topology
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 VARIABLES = LauncherVariables(
-    launcher="torchrun",
-    command="torchrun --nproc-per-node N script.py",
-    rank="RANK",
-    size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size="LOCAL_WORLD_SIZE",
-    node_rank="GROUP_RANK",
-    num_nodes="GROUP_WORLD_SIZE",
+    "torchrun",
+    "torchrun --nproc-per-node N script.py",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
 )
 NEEDED = (RUN_ID, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MASTER)
 ENV_NEEDED = (VARIABLES.rank, VARIABLES.size)
 # Set by torchrun only, not by hand or by Kubernetes' PyTorchJob.
 TORCHRUN_ONLY = ("LOCAL_WORLD_SIZE", "GROUP_RANK")
 OVERRIDE_VARIABLES = LauncherVariables(
-    launcher="the override",
-    command="DUALDIST_RANK=0 DUALDIST_SIZE=2 python script.py",
-    rank="DUALDIST_RANK",
-    size="DUALDIST_SIZE",
-    local_rank="DUALDIST_LOCAL_RANK",
-    local_size="DUALDIST_LOCAL_SIZE",
-    node_rank="DUALDIST_NODE_RANK",
-    num_nodes="DUALDIST_NUM_NODES",
+    "the override",
+    "DUALDIST_RANK=0 DUALDIST_SIZE=2 python script.py",
+    *("DUALDIST_RANK", "DUALDIST_SIZE", "DUALDIST_LOCAL_RANK", "DUALDIST_LOCAL_SIZE"),
+    *("DUALDIST_NODE_RANK", "DUALDIST_NUM_NODES"),
 )
 OVERRIDE_NEEDED = (OVERRIDE_VARIABLES.rank, OVERRIDE_VARIABLES.size)
 OVERRIDE_ADDRESS = ("DUALDIST_ADDRESS", "DUALDIST_PORT")
