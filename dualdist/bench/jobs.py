@@ -344,16 +344,16 @@ def run_job(planned: PlannedJob, timeout_s: float) -> list[Report]:
     """
     before, redact = read_cpu(children=True), make_redactor(planned.command.env)
     try:
-        result = run_command(planned.command, timeout_s=timeout_s, what=planned.title)
+        code, output = run_command(planned.command, timeout_s=timeout_s, what=planned.title)
     except LaunchError as error:
         raise LaunchError(redact(str(error))) from error
     foreign = foreign_cores([CpuUse.between(before, read_cpu(children=True))])
     missing = [path for path in planned.reports if not path.exists()]
-    if result.code != 0 or missing:
-        output = re.sub(f"^(?:{planned.command.prefix})", "", result.output.strip(), flags=re.MULTILINE)
+    if code != 0 or missing:
+        output = re.sub(f"^(?:{planned.command.prefix})", "", output.strip(), flags=re.MULTILINE)
         shown, exception = "\n".join(output.splitlines()[-OUTPUT_LINES:]), find_exception(output)
         if exception is not None and exception not in shown:  # torchrun prints about as many lines after it
             shown = f"{exception}\n[...]\n{shown}"
-        why = f"exit code {result.code}" if result.code else "it left no report"
+        why = f"exit code {code}" if code else "it left no report"
         raise LaunchError(f"{planned.title} failed ({why}): {planned.command_line}\n{redact(shown)}")
     return [{**json.loads(path.read_text()), FOREIGN: foreign} for path in planned.reports]

@@ -104,15 +104,12 @@ def bootstrap_median(launches: Sequence[Rounds], *, seed: int = 0) -> MedianEsti
 
 
 @dataclass(frozen=True)
-class MedianInterval:
+class MedianInterval(MedianEstimate):
     """A median over launches with its 95% interval, or the range of the values if there are too few launches.
 
     `comparisons` intervals hold simultaneously with 95% confidence (Bonferroni).
     """
 
-    value: float
-    low: float
-    high: float
     launches: int
     comparisons: int = 1
 
@@ -158,12 +155,6 @@ def median_interval(values: Sequence[float], *, comparisons: int = 1, seed: int 
         (values,), numpy.median, n_resamples=PAIRED_RESAMPLES, confidence_level=level, method="percentile", rng=seed
     ).confidence_interval
     return MedianInterval(median(values), float(found.low), float(found.high), count, comparisons)
-
-
-def ratio_interval(over: Sequence[float], under: Sequence[float], *, comparisons: int = 1) -> MedianInterval:
-    """Return the median ratio of launches of the same round."""
-    logs = median_interval([math.log(a / b) for a, b in zip(over, under, strict=True)], comparisons=comparisons)
-    return MedianInterval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.launches, comparisons)
 
 
 @dataclass(frozen=True)

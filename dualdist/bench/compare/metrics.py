@@ -118,12 +118,15 @@ def summarize(
     order = rank_by_speed({each.label: found[each.key] for each in measured})
     fastest = verdict.winner or next((label for label in order if label in candidates), "")
     metrics = [_metrics(each, found, candidates, fastest) for each in measured]
+
+    def place(each: ContenderMetrics) -> tuple[bool, float, int]:
+        ratio = math.inf if each.ratio_to_fastest is None else each.ratio_to_fastest.value
+        return each.method in NOT_AVERAGED, ratio, order.index(each.label)
+
     return ComparisonResult(
         verdict=verdict,
         equivalence=equivalence,
-        contenders=sorted(
-            metrics, key=lambda each: (each.method in NOT_AVERAGED, _ratio(each), order.index(each.label))
-        ),
+        contenders=sorted(metrics, key=place),
         refused=[*refused, *missing],
         ended=ended,
         noise=_noise(launches),
@@ -139,10 +142,6 @@ def _ordered(check: Contender | None, launches: Mapping[str, Launch], ended: str
         return f"it was not launched: {ended}"
     launch = launches[check.key]
     return launch if launch.error is None else error_summary(launch.error)
-
-
-def _ratio(contender: ContenderMetrics) -> float:
-    return math.inf if contender.ratio_to_fastest is None else contender.ratio_to_fastest.value
 
 
 def _missing(key: str, found: Mapping[str, list[Launch]], failed: Mapping[str, Launch], ended: str) -> str | None:
@@ -162,52 +161,36 @@ def _metrics(
     fastest: str,
 ) -> ContenderMetrics:
     own = found[contender.key]
-    first, batch = own[0].first, own[0].batch
-    without_communication, one_rank = (_of_kind(found, kind) for kind in NOT_AVERAGED)
+    first, batch, bandwidth = own[0].first, own[0].batch, _bandwidth(own)
+    without_communication, one_rank = (
+        next((each for key, each in found.items() if key.startswith(f"{kind}-")), []) for kind in NOT_AVERAGED
+    )
     is_averaged = contender.method not in NOT_AVERAGED
-    bandwidth = _bandwidth(own)
+    exposed = [step - limit for step, limit in paired_steps(own, without_communication)] if is_averaged else []
+    known = {name: [value for each in own if (value := each.over_ranks(name)) is not None] for name in OVER_RANKS}
+    over_ranks: dict[str, Any] = {name: median(values) if values else None for name, values in known.items()}
+    ranks = range(len(own[0].ranks))
+    by_rank = [median(median(each.ranks[rank].steps) for each in own) for rank in ranks]
     return ContenderMetrics(
         key=contender.key,
         label=contender.label,
         method=contender.method,
         is_candidate=contender.label in candidates,
-        launcher=first.launcher,
-        backend=first.backend,
-        transport=first.transport,
-        device=first.device,
+        **{name: getattr(first, name) for name in ("launcher", "backend", "transport", "device")},
         launches=len(own),
         step_s=median_interval([each.step_s for each in own]),
         samples_per_s=median_interval([batch / each.step_s for each in own]) if batch else None,
-        samples_per_s_by_rank=_samples_per_s_by_rank(own, batch) if batch else None,
+        samples_per_s_by_rank=[batch / len(ranks) / step_s for step_s in by_rank] if batch else None,
         ratio_to_fastest=step_ratio(own, candidates.get(fastest, [])) if is_averaged else None,
         scaling_efficiency=step_ratio(one_rank, own) if contender.method != "one" and batch else None,
-        exposed_s=_exposed(own, without_communication) if is_averaged else None,
+        exposed_s=median_interval(exposed) if exposed else None,
         latency_s=next((point.seconds.value for point in bandwidth if point.nbytes == LATENCY_BYTES), None),
         bus_gb_s=bandwidth[-1].bus_gb_s.value if bandwidth else None,
         bandwidth=bandwidth,
         startup_s=median(each.startup_s for each in own),
         init_s=median(each.init_s for each in own),
-        **{name: _median_known([each.over_ranks(name) for each in own]) for name in OVER_RANKS},
+        **over_ranks,
     )
-
-
-def _of_kind(found: Mapping[str, list[Launch]], kind: str) -> Sequence[Launch]:
-    return next((each for key, each in found.items() if key.startswith(f"{kind}-")), [])
-
-
-def _median_known(values: Sequence[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _samples_per_s_by_rank(launches: Sequence[Launch], batch: int) -> list[float]:
-    ranks = range(len(launches[0].ranks))
-    return [batch / len(ranks) / median(median(each.ranks[rank].steps) for each in launches) for rank in ranks]
-
-
-def _exposed(own: Sequence[Launch], without: Sequence[Launch]) -> MedianInterval | None:
-    pairs = list(zip(*paired_steps(own, without), strict=True))
-    return median_interval([step - limit for step, limit in pairs]) if pairs else None
 
 
 def _bandwidth(launches: Sequence[Launch]) -> list[BandwidthPoint]:

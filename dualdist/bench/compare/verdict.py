@@ -8,7 +8,7 @@ from statistics import median
 from typing import Literal
 
 from dualdist.bench.compare.launches import Launch
-from dualdist.bench.statistics import MIN_LAUNCHES, MedianInterval, min_launches, ratio_interval
+from dualdist.bench.statistics import MIN_LAUNCHES, MedianInterval, median_interval, min_launches
 from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 
 Launches = Mapping[str, Sequence[Launch]]  # by the label of a contender
@@ -72,12 +72,12 @@ def check_equivalence(launches: Launches) -> Equivalence:
     is_exact = all(len(launch.ranks) <= 2 and launch.first.device == "cpu" for launch in every)
     common, _ = Counter(map(_outcome, every)).most_common(1)[0]
     expected = next(launch for launch in every if _outcome(launch) == common)
-    mismatches: dict[str, str] = {}
-    for name, found in launches.items():
-        for launch in found:
-            why = _mismatch(launch, expected, is_exact)
-            if why is not None:
-                mismatches.setdefault(name, why)
+    mismatches = {  # of the first launch that differs
+        name: why
+        for name, found in launches.items()
+        for launch in reversed(found)
+        if (why := _mismatch(launch, expected, is_exact)) is not None
+    }
     worst = max(max(_loss_differences(launch, expected), default=0.0) for launch in every)
     criterion = BIT_IDENTICAL if is_exact else _criterion(expected, worst)
     return Equivalence(criterion, len(every), len(expected.losses), mismatches)
@@ -121,7 +121,9 @@ def _mismatch(launch: Launch, expected: Launch, is_exact: bool) -> str | None:
         return "ended with different parameters on different ranks"
     if len(launch.losses) != len(expected.losses):
         return f"took {len(launch.losses)} steps, others {len(expected.losses)}"
-    unit, worst = (0.0, 0.0) if is_exact else (_loss_unit(expected), expected.first.rounding)
+    is_ours = expected.first.device == "cpu" and expected.batch is not None  # a script's batch is unknown
+    unit = ROUNDINGS * expected.first.rounding if is_ours else LOSS_TOLERANCE
+    unit, worst = (0.0, 0.0) if is_exact else (unit, expected.first.rounding)
     for step, difference in enumerate(_loss_differences(launch, expected), 1):
         if difference > (unit if step <= 2 else max(unit, GROWTH * worst)):
             losses = (launch.losses[step - 1], expected.losses[step - 1])
@@ -134,12 +136,6 @@ def _mismatch(launch: Launch, expected: Launch, is_exact: bool) -> str | None:
     if worst > LOSS_TOLERANCE or apart <= _allowed_distance(expected):
         return None
     return f"ended with parameters {apart:.1e} from those of others, which training moved by {_movement(expected):.1e}"
-
-
-def _loss_unit(expected: Launch) -> float:
-    """Return the tolerance of the first two losses; only a launch of one of our models knows its batch."""
-    is_ours = expected.first.device == "cpu" and expected.batch is not None
-    return ROUNDINGS * expected.first.rounding if is_ours else LOSS_TOLERANCE
 
 
 def _loss_differences(launch: Launch, expected: Launch) -> list[float]:
@@ -223,17 +219,19 @@ def rank_by_speed(launches: Launches) -> list[str]:
     return sorted(relative, key=lambda name: median(relative[name]))
 
 
-def paired_steps(one: Sequence[Launch], other: Sequence[Launch]) -> tuple[list[float], list[float]]:
+def paired_steps(one: Sequence[Launch], other: Sequence[Launch]) -> list[tuple[float, float]]:
     """Return the step times of both in the rounds in which both ran."""
     others = {launch.round: launch.step_s for launch in other}
-    both = [launch for launch in one if launch.round in others]
-    return [launch.step_s for launch in both], [others[launch.round] for launch in both]
+    return [(launch.step_s, others[launch.round]) for launch in one if launch.round in others]
 
 
 def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, comparisons: int = 1) -> MedianInterval | None:
     """Return the ratio of the step times; None if no round has both."""
-    first, second = paired_steps(over, under)
-    return ratio_interval(first, second, comparisons=comparisons) if first else None
+    logs = [math.log(a / b) for a, b in paired_steps(over, under)]
+    if not logs:
+        return None
+    found = median_interval(logs, comparisons=comparisons)
+    return replace(found, value=math.exp(found.value), low=math.exp(found.low), high=math.exp(found.high))
 
 
 def judge(launches: Launches, equivalence: Equivalence, enough: str = "--budget") -> Verdict:
@@ -289,28 +287,24 @@ def choices_to_save(candidates: Launches, timestamp: str) -> Iterator[SavedChoic
     Candidates of different launchers are no choice, as backend="auto" cannot change the launcher. At least one other
     candidate must be slower with 95% confidence; any pair may come first, hence the number of comparisons.
     """
-    for conditions, found in _by_conditions(candidates).items():
+    groups: dict[ChoiceConditions, dict[str, Sequence[Launch]]] = {}
+    for label, launches in candidates.items():
+        first = launches[0].first
+        here = ChoiceConditions.here(first.device, first.launcher, first.ranks, threads=first.threads, mpi=first.mpi)
+        groups.setdefault(here, {})[label] = launches
+    for conditions, found in groups.items():
         if len(found) < 2:
             yield f"nothing saved for {conditions}: {next(iter(found))} is its only candidate"
             continue
-        first, *others = rank_by_speed(found)
+        fastest, *others = rank_by_speed(found)
         pairs = len(found) * (len(found) - 1) // 2
-        ratios = {other: step_ratio(found[other], found[first], comparisons=pairs) for other in others}
+        ratios = {other: step_ratio(found[other], found[fastest], comparisons=pairs) for other in others}
         slower = {other: each for other, each in ratios.items() if each and each.value > 1 and each.excludes(1.0)}
         if slower:
             why = ", ".join(f"{each.value:.2f}x faster than {other}" for other, each in slower.items())
-            rank = found[first][0].first
+            rank = found[fastest][0].first
             yield SavedChoice(conditions, rank.backend, rank.transport, timestamp, why)
         elif any(each and each.has_enough_launches for each in ratios.values()):
             yield f"nothing saved for {conditions}: no significant difference"
         else:
             yield f"nothing saved for {conditions}: {len(found)} candidates need {min_launches(pairs)} launches of each"
-
-
-def _by_conditions(candidates: Launches) -> dict[ChoiceConditions, Launches]:
-    groups: dict[ChoiceConditions, dict[str, Sequence[Launch]]] = {}
-    for label, found in candidates.items():
-        first = found[0].first
-        here = ChoiceConditions.here(first.device, first.launcher, first.ranks, threads=first.threads, mpi=first.mpi)
-        groups.setdefault(here, {})[label] = found
-    return dict(groups)
