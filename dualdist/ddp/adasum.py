@@ -30,12 +30,14 @@ class AdasumBucket(Bucket):
     def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Backend, dense: set[int]) -> None:
         super().__init__(plan, ReducerConfig("sum"), channel, dense)
 
-    def assign_special_grads(self, params: Sequence[torch.Tensor], *, as_views: bool) -> list[tuple[int, bool]]:
+    def assign_special_grads(self, params: Sequence[torch.Tensor | None], *, as_views: bool) -> list[tuple[int, bool]]:
         """Set a gradient that is not finite on some rank to NaN."""
         for param, (_, is_nonfinite) in zip(params, self.read_flags(), strict=True):
-            if is_nonfinite and param.grad is not None and param.grad.is_sparse:
+            if param is None or not is_nonfinite:
+                continue
+            if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.mul(math.nan)
-            elif is_nonfinite:
+            else:
                 param.grad = torch.full_like(param, math.nan)
         return []
 
@@ -87,7 +89,7 @@ class DeltaSteps:
                 self._checks.before_step(optimizer)
         else:
             self._reducer.update()
-            self._reducer.is_suspended = True
+            self._reducer.packer.is_suspended = True
         del self._start_values[: -len(type(optimizer).__mro__)]  # of steps that raised
         self._start_values.append([param.detach().clone() for param in self._reducer.params])
 
@@ -102,7 +104,7 @@ class DeltaSteps:
                 delta = self._combine(torch._foreach_sub(params, before), device_index)
             torch._foreach_add_(before, delta)
             torch._foreach_copy_(params, before)
-        self._reducer.is_suspended = False
+        self._reducer.packer.is_suspended = False
         self._reducer.reset_step()
 
     def _combine(self, deltas: Sequence[torch.Tensor], device_index: int) -> list[torch.Tensor]:

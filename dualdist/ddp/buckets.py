@@ -168,7 +168,7 @@ class Bucket:
         return bool(nested != all_ranks) and not self.any_rank_set(HAS_JOINED)
 
     @torch.no_grad()
-    def assign_special_grads(self, params: Sequence[torch.Tensor], *, as_views: bool) -> list[tuple[int, bool]]:
+    def assign_special_grads(self, params: Sequence[torch.Tensor | None], *, as_views: bool) -> list[tuple[int, bool]]:
         """Assign the reduced values where some members are sparse or missing, after unpack().
 
         A parameter that no rank used keeps None.
@@ -178,7 +178,7 @@ class Bucket:
         """
         flags = self.read_flags()
         for param, view, (dense, sparse) in zip(params, self.views, flags, strict=True):
-            if view is None:
+            if view is None or param is None:
                 continue
             if sparse and not dense and self.config.sparse_as_dense:
                 param.grad = view.to_sparse(_sparse_dim(param.grad))

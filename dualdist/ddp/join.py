@@ -13,7 +13,6 @@ from dualdist.collectives.handle import rank_args_of
 from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_response
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
-from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
 from dualdist.monitoring.monitored import require_responsive
 from dualdist.utils.deadline import Deadline
 
@@ -89,19 +88,12 @@ class JoinedRank:
             self._group.wait_times.skip(self._group.wait_times.gradient_reductions)
         if buckets[-1].any_rank_set(DISCARDS):
             return
-        plan.unpack(buckets)
-        report = None if plan.config.check_every is None else NonFiniteReport()
-        if report is not None:
-            report.scan(buckets, lambda bucket_index, index: None)
-        for bucket_index, bucket in enumerate(buckets):
-            unbucketed = bucket.members_to_unbucket(bucket.read_flags())
-            for index, as_dense in unbucketed:
-                reduced = bucket.reduce_unbucketed(index, None, as_dense=as_dense)
-                if report is not None and nonfinite_kinds(reduced):
-                    report.add((bucket_index, index), None)
-            plan.unbucket(bucket_index, [index for index, _ in unbucketed])
-        if report is not None:
-            report.exchange(self._group.gradients)
+        plan.finish(
+            buckets,
+            self._group.gradients,
+            lambda _, bucket: bucket.members_to_unbucket(bucket.read_flags()),
+            lambda bucket: [None] * len(bucket.plan.shapes),
+        )
 
     def _launch(self, plan: ReductionPlan, bucket_index: int) -> Bucket:
         is_ordered, group = plan.config.reduction == "ordered", self._group

@@ -195,9 +195,10 @@ def set_residuals(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Set what this rank has not sent: from get_residuals(), or its part of gather_residuals(); None for nothing."""
     wrapper = get_wrapper(optimizer)
     if wrapper is not None:
-        group = wrapper.reducer.group
-        own = redistribute(saved, group.rank, group.size, wrapper.reducer.op) if isinstance(saved, list) else saved
-        wrapper.reducer.load_feedback(own)
+        reducer = wrapper.reducer
+        if isinstance(saved, list):
+            saved = redistribute(saved, reducer.group.rank, reducer.group.size, reducer.config.op)
+        reducer.load_feedback(saved)
 
 
 def move_to_group(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+@dataclass(eq=False, repr=False)
 class ParamBuckets:
     """The parameters of one optimizer, numbered in the order of registration, and the buckets they are assigned to.
 
@@ -38,29 +41,20 @@ class ParamBuckets:
     that replaces it, or raises. Errors of collectives are raised within the context of `errors`.
     """
 
-    _packer: GradientPacker
+    group: Group
+    parameters: Callable[[], Sequence[torch.Tensor]]
+    named_parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]]
+    config: ReducerConfig
+    accumulate: int
+    _: KW_ONLY
+    fused_groups: Sequence[Sequence[torch.Tensor]] = ()
+    next_group: Callable[[], Group] | None = None
+    errors: Errors = contextlib.nullcontext
+    packer: GradientPacker = field(init=False)
 
-    def __init__(
-        self,
-        group: Group,
-        parameters: Callable[[], Sequence[torch.Tensor]],
-        named_parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]],
-        config: ReducerConfig,
-        accumulate: int,
-        *,
-        fused_groups: Sequence[Sequence[torch.Tensor]] = (),
-        next_group: Callable[[], Group] | None = None,
-        errors: Errors = contextlib.nullcontext,
-    ) -> None:
-        self.accumulate = accumulate
-        self.named_parameters = named_parameters
-        self.errors = errors
-        self._parameters = parameters
-        self._config = config
-        self._fused_groups = fused_groups
-        self._next_group = next_group
+    def __post_init__(self) -> None:
         self._carried: dict[str, Any] | None = None  # what was not sent in the group before
-        self._enter(group)
+        self._enter(self.group)
 
     def _enter(self, group: Group) -> None:
         """Begin in a group, with no parameters registered."""
@@ -69,34 +63,27 @@ class ParamBuckets:
         self.group = group
         self._channel: Backend = group.gradients
         self.name = group.next_name("gradients")
-        self._packer.detach()
+        self.packer.detach()
         self._known_params: list[torch.Tensor] = []  # at the last update()
         self._known_requires_grad: list[bool] = []
         self._owned: list[torch.Tensor | None] = []  # by number; None if another reducer has taken the parameter
         self._numbers: dict[int, int] = {}  # by id of the parameter
         self._buckets: list[Bucket] = []
-        self._members: list[tuple[int, ...]] = []  # parameter numbers of each bucket
         self._num_layouts = 1
         self._uses_cuda = False
-        self._number = len(group.reducers)
-        self._plan = ReductionPlan(self._config, weakref.ref(self))
+        self.number = len(group.reducers)  # by the order in which every rank created them
+        self._plan = ReductionPlan(self.config, weakref.ref(self))
         group.reducers.append(self._plan)
-
-    @property
-    def number(self) -> int:
-        """The index of this reducer in its group, by the order in which every rank created them."""
-        return self._number
 
     def move_to_group(self, group: Group) -> None:
         """Reduce in another group; every rank of it calls this or creates a reducer. `next_group` takes precedence."""
-        self._enter(group if self._next_group is None else self._next_group())
+        self._enter(group if self.next_group is None else self.next_group())
         self.update()
 
     def detach(self) -> None:
         """Stop reducing gradients."""
-        self._packer.detach()
+        self.packer.detach()
         self._plan.retire()
-        self._members.clear()
         self._buckets.clear()
         if self.group.reducers[-1] is self._plan:
             self.group.reducers.pop()  # so that its successor is not one of several
@@ -108,7 +95,7 @@ class ParamBuckets:
             MismatchError: the ranks' parameters or configurations differ; raised on every rank.
         """
         self._require_open()
-        params = list(self._parameters())
+        params = list(self.parameters())
         requires_grad = list(map(REQUIRES_GRAD, params))
         if requires_grad == self._known_requires_grad and all(map(operator.is_, self._known_params, params)):
             return
@@ -133,13 +120,13 @@ class ParamBuckets:
                 )
         start = len(self._owned)
         numbers = {id(param): number for number, (_, param) in enumerate(new, start)}
-        fused = [[numbers[id(param)] for param in group if id(param) in numbers] for group in self._fused_groups]
-        description = f"{self._config.description} accumulate={self.accumulate}" + (f" groups={fused}" if fused else "")
+        fused = [[numbers[id(param)] for param in group if id(param) in numbers] for group in self.fused_groups]
+        description = f"{self.config.description} accumulate={self.accumulate}" + (f" groups={fused}" if fused else "")
         signatures = [(name if p.is_contiguous() else f"{name} strides {p.stride()}", p) for name, p in new]
         with self.errors():
             check_same_tensors(self._channel, signatures, 0, f"{self.name}.check", description)
             retire_unused(self.group)
-        if self._config.reduction == "ordered":  # which all ranks have agreed on
+        if self.config.reduction == "ordered":  # which all ranks have agreed on
             self._channel = self.group.ordered_gradients(param.device.type for _, param in new)
         self._numbers.update(numbers)
         self._owned.extend(param for _, param in new)
@@ -147,7 +134,7 @@ class ParamBuckets:
             self._take_ownership(param, numbers[id(param)])
         params = self.params
         # Autograd finishes the last layers first.
-        for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self._config, fused):
+        for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self.config, fused):
             self._add_bucket(members, params)
         if self._plan.feedback is not None:
             if self._carried is not None:
@@ -159,11 +146,11 @@ class ParamBuckets:
     def export_feedback(self) -> dict[str, Any] | None:
         """Return what this rank has not sent yet, by the position of the parameter; it shares memory."""
         feedback = self._plan.feedback
-        return None if feedback is None else feedback.export([self._number_of(each) for each in self._parameters()])
+        return None if feedback is None else feedback.export([self._number_of(each) for each in self.parameters()])
 
     def load_feedback(self, state: Mapping[str, Any] | None) -> None:
         """Replace what this rank has not sent yet by what export_feedback() returned; None for nothing."""
-        params = list(self._parameters())
+        params = list(self.parameters())
         if self._plan.feedback is not None:
             self._plan.feedback.load(state, params, [self._number_of(each) for each in params])
 
@@ -171,8 +158,8 @@ class ParamBuckets:
     def params(self) -> list[torch.Tensor]:
         """The registered parameters; for one that another reducer has taken an uninitialized tensor of its shape."""
         params = list(self._owned)
-        for plan, members in zip(self._plan.buckets, self._members, strict=True):
-            for number, shape in zip(members, plan.shapes, strict=True):
+        for plan in self._plan.buckets:
+            for number, shape in zip(plan.numbers, plan.shapes, strict=True):
                 if params[number] is None:
                     params[number] = torch.empty(shape, dtype=plan.dtype, device=plan.device)
         return [param for param in params if param is not None]
@@ -190,7 +177,7 @@ class ParamBuckets:
         if not param.requires_grad or self._number_of(param) is not None:
             return False
         owner = owner_of(param)
-        return owner in (None, self) or owner.group is not self.group or owner._number < self._number
+        return owner in (None, self) or owner.group is not self.group or owner.number < self.number
 
     def _number_of(self, param: torch.Tensor) -> int | None:
         number = self._numbers.get(id(param))
@@ -201,75 +188,80 @@ class ParamBuckets:
         former = owner_of(param)
         if former is not None and former is not self:
             former._give_up(param)
-        self._packer.watch(param, number)
+        self.packer.watch(param, number)
 
     def _give_up(self, param: torch.Tensor) -> None:
         number = self._number_of(param)
         if number is not None:
             self._owned[number] = None
             del self._numbers[id(param)]
-            self._packer.forget(number)
+            self.packer.forget(number)
 
-    def _add_bucket(self, members: tuple[int, ...], all_params: Sequence[torch.Tensor]) -> None:
+    def _add_bucket(
+        self, members: tuple[int, ...], all_params: Sequence[torch.Tensor], unbucketed: AbstractSet[int] = frozenset()
+    ) -> None:
         bucket_index, params = len(self._buckets), [all_params[number] for number in members]
         dtype, device = params[0].dtype, params[0].device
-        # A bucket of Adasum carries flags instead of gradients: nothing is compressed.
         self._uses_cuda |= device.type == "cuda"
-        is_adasum = self._config.op == "adasum"
+        if self.config.op == "adasum":  # a bucket carries flags instead of gradients
+            unbucketed = frozenset(members)
         plan = BucketPlan(
             f"{self.name}.{self._num_layouts}.{bucket_index}",
             tuple(param.shape for param in params),
             tuple(dense_strides(param) for param in params),
             dtype,
             device,
-            frozenset(range(len(members))) if is_adasum else frozenset(),
+            frozenset(n for n, number in enumerate(members) if number in unbucketed),
             members,
         )
         self._plan.buckets.append(plan)
-        self._members.append(members)
         bucket = self._plan.make_bucket(bucket_index, self._channel)
         self._buckets.append(bucket)
-        self._packer.set_bucket(bucket_index, members, bucket.views, bucket.scale)
+        self.packer.set_bucket(bucket_index, members, bucket.views, bucket.scale)
 
     def _rebuild_buckets(self, order: Sequence[int]) -> None:
         """Assign the parameters to new buckets in the order in which their gradients become ready."""
         self._num_layouts += 1
         params = self.params
-        all_members = plan_buckets(params, order, self._config)
-        if all_members == self._members:
+        all_members = plan_buckets(params, order, self.config)
+        if all_members == [plan.numbers for plan in self._plan.buckets]:
             return
-        unbucketed = {
-            members[index]
-            for members, plan in zip(self._members, self._plan.buckets, strict=True)
-            for index in plan.unbucketed
-        }
+        unbucketed = {plan.numbers[index] for plan in self._plan.buckets for index in plan.unbucketed}
         self._buckets.clear()
-        self._members.clear()
         self._plan.clear()
-        self._packer.clear_buckets()
-        for bucket_index, members in enumerate(all_members):
-            self._add_bucket(members, params)
-            self._plan.unbucket(bucket_index, [n for n, number in enumerate(members) if number in unbucketed])
+        self.packer.clear_buckets()
+        for members in all_members:
+            self._add_bucket(members, params, unbucketed)
+
+    def _places(self, buckets: Sequence[Bucket]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parameters whose gradients have a place in the buckets, each with that place."""
+        for bucket in buckets:
+            for view, number in zip(bucket.views, bucket.plan.numbers, strict=True):
+                param = self._owned[number]
+                if param is not None and view is not None:
+                    yield param, view
 
     def keep_grads(self) -> None:
         """Copy gradients that are views of the buckets out of them."""
-        for bucket, members in zip(self._buckets, self._members, strict=True):
-            for view, number in zip(bucket.views, members, strict=True):
-                param = self._owned[number]
-                if param is not None and view is not None and is_view_of(param.grad, view):
-                    param.grad = view.clone()
+        for param, view in self._places(self._buckets):
+            if is_view_of(param.grad, view):
+                param.grad = view.clone()
+
+    def planned_order(self) -> list[int]:
+        """Return the parameters' numbers in bucket order."""
+        return [number for plan in self._plan.buckets for number in plan.numbers]
 
     @property
     def order(self) -> list[int] | None:
         """The parameters' numbers in bucket order, once the buckets have been rebuilt."""
-        return [number for members in self._members for number in members] if self._num_layouts > 1 else None
+        return self.planned_order() if self._num_layouts > 1 else None
 
     def _require_open(self) -> None:
         if self.group.is_open:
             return
-        if self._next_group is None:
+        if self.next_group is None:
             raise NotInitializedError(
                 "this optimizer reduced gradients in a group that dd.shutdown() or dd.remove_group() has closed: call "
                 "dd.wrap_optimizer again"
             )
-        self._enter(self._next_group())
+        self._enter(self.next_group())

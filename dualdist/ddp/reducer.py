@@ -25,12 +25,11 @@ reduction does. If another rank has taken it for its own, the group fails.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,15 +40,15 @@ from torch.autograd.graph import _engine_run_backward  # private to torch: tests
 from dualdist.backends.control_plane import ControlAllgather, broadcast_object
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.consistency import difference, digest
-from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, GradientOp, ReducerConfig
+from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.gradient_packer import assign_grad, create_packer, is_dense, is_view_of, owner_of
-from dualdist.ddp.param_buckets import Errors, ParamBuckets
+from dualdist.ddp.param_buckets import ParamBuckets
 from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
-from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
 from dualdist.errors import CollectiveError, DriftError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
+    from dualdist.ddp.buckets import Bucket
 
 
 class Reducer(ParamBuckets):
@@ -59,62 +58,29 @@ class Reducer(ParamBuckets):
     of the parameters takes part when it steps. See ParamBuckets for the arguments.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        parameters: Callable[[], Sequence[torch.Tensor]],
-        named_parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]],
-        config: ReducerConfig,
-        accumulate: int,
-        *,
-        fused_groups: Sequence[Sequence[torch.Tensor]] = (),
-        next_group: Callable[[], Group] | None = None,
-        errors: Errors = contextlib.nullcontext,
-    ) -> None:
+    def __post_init__(self) -> None:
         # With check_every: kinds by rank for each parameter whose gradient is not finite, the number of reductions, and
         # whether some ranks had joined in the last one.
         self.nonfinite: dict[int, list[int]] = {}
         self.num_reductions = 0
         self.has_joined_ranks = False
         # Gradients become views of the buckets; not where a report may need those before the reduction.
-        self._assigns_views = config.gradient_as_bucket_view and config.check_every is None
+        self._assigns_views = self.config.gradient_as_bucket_view and self.config.check_every is None
         self.sent_bytes = 0  # of gradients, without flags, that this rank gave to the last reduction
-        self._packer = create_packer(self)
+        self.packer = create_packer(self)
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a separate thread
         self._next_bucket = 0  # the first that has not been launched
         self._is_nested = False  # the last backward began inside of another
         self._num_backwards = 0  # since the last reduction
         self._num_since_step = 0  # reductions since the last step
         self._last_sums: list[weakref.ref[torch.Tensor]] = []  # the gradients assigned last, with op="sum"
-        super().__init__(
-            group,
-            parameters,
-            named_parameters,
-            config,
-            accumulate,
-            fused_groups=fused_groups,
-            next_group=next_group,
-            errors=errors,
-        )
+        super().__post_init__()
 
     def _enter(self, group: Group) -> None:
         super()._enter(group)
         self._next_bucket = self._num_backwards = self._num_since_step = 0
         self._has_reduced = self._must_compare = False
-        self._was_compared = not self._config.compares_start or self._config.check_every is not None
-
-    @property
-    def is_suspended(self) -> bool:
-        """True while gradients are not reduced, as within DDP's no_sync()."""
-        return self._packer.is_suspended
-
-    @is_suspended.setter
-    def is_suspended(self, value: bool) -> None:
-        self._packer.is_suspended = value
-
-    @property
-    def op(self) -> GradientOp:
-        return self._config.op
+        self._was_compared = not self.config.compares_start or self.config.check_every is not None
 
     def synchronize(self) -> None:
         """Reduce now, however many backwards have run, unless they have been reduced already."""
@@ -140,7 +106,7 @@ class Reducer(ParamBuckets):
 
         Sums over more than two ranks depend, in the last bit, on the position of a gradient in its bucket.
         """
-        if self._fused_groups or self._config.op == "adasum":  # whose order is that of registration
+        if self.fused_groups or self.config.op == "adasum":  # whose order is that of registration
             return
         if order != self.order and sorted(order) == list(range(len(self._owned))):
             # An interrupted backward may have got further on some ranks than on others.
@@ -153,7 +119,7 @@ class Reducer(ParamBuckets):
     def begin_backward(self, backward: int) -> None:
         """Begin a reduction; the packer calls this at the first gradient of a backward."""
         with self._lock, self.errors(), self.group.fail_on_error():
-            if self._packer.is_open(backward):  # by a hook of another device
+            if self.packer.is_open(backward):  # by a hook of another device
                 return
             self._require_open()
             if self._uses_cuda:
@@ -163,15 +129,15 @@ class Reducer(ParamBuckets):
             if has_one_plan:  # else in _reduce_due, once the ranks know which reducers are due
                 self.update()
             self._is_nested = _count_running_backwards() > 1
-            self._packer.packs = self._num_backwards + 1 >= self.accumulate
-            self._packer.launches_early = has_one_plan
-            self._packer.open(backward)
+            self.packer.packs = self._num_backwards + 1 >= self.accumulate
+            self.packer.launches_early = has_one_plan
+            self.packer.open(backward)
             Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
 
     def on_bucket_ready(self) -> None:
         """Launch the buckets that are full, up to the first that is not; the packer calls this when one is."""
         with self._lock, self.errors(), self.group.fail_on_error():
-            while self._next_bucket < len(self._buckets) - 1 and self._packer.pending(self._next_bucket) == 0:
+            while self._next_bucket < len(self._buckets) - 1 and self.packer.pending(self._next_bucket) == 0:
                 self._launch_next()
             for bucket in self._buckets[: self._next_bucket]:
                 bucket.done()  # some transports progress only when polled
@@ -189,15 +155,14 @@ class Reducer(ParamBuckets):
     def _launch_next(self, flag: int = CONTRIBUTES) -> None:
         index = self._next_bucket
         bucket, grads = self._buckets[index], None
-        if not self._packer.pack_rest(index):
-            params = [self._owned[number] for number in self._members[index]]
-            grads = [None if param is None else param.grad for param in params]
+        if not self.packer.pack_rest(index):
+            grads = [None if param is None else param.grad for param in self._members(bucket)]
         bucket.launch(grads, flag, is_nested=self._is_nested)
         self._next_bucket += 1
 
-    def _replace_bucket(self, index: int) -> None:
-        bucket = self._buckets[index] = self._plan.make_bucket(index, self._channel)
-        self._packer.set_bucket(index, self._members[index], bucket.views, bucket.scale)
+    def _members(self, bucket: Bucket) -> list[torch.Tensor | None]:
+        """Return the parameters of a bucket; None for one that another reducer has taken."""
+        return [self._owned[number] for number in bucket.plan.numbers]
 
     def _end_backward(self, backward: int) -> None:
         """Reduce what is due; every reducer of the backward is called, and the first does it for all."""
@@ -209,9 +174,9 @@ class Reducer(ParamBuckets):
     def _count_backward(self, backward: int) -> bool:
         """Count the end of a backward; return True if this reducer took part and is due."""
         with self._lock:
-            if not self._packer.is_open(backward):
+            if not self.packer.is_open(backward):
                 return False
-            self._packer.close_all()  # the others were interrupted
+            self.packer.close_all()  # the others were interrupted
             self._num_backwards += 1
             return self._num_backwards >= self.accumulate
 
@@ -236,19 +201,16 @@ class Reducer(ParamBuckets):
 
     def _require_gradients_outside(self) -> None:
         """Raise CollectiveError if a gradient was accumulated into a bucket that has been sent."""
-        for bucket, members in zip(self._buckets[: self._next_bucket], self._members, strict=False):
-            for view, number in zip(bucket.views, members, strict=True):
-                param = self._owned[number]
-                if param is not None and view is not None and is_view_of(param.grad, view):
-                    raise CollectiveError(
-                        "a backward raised on some rank after gradients had been sent from where they are, in the "
-                        "buckets: after an exception call zero_grad() before the next backward, or pass "
-                        "gradient_as_bucket_view=False to dd.wrap_optimizer"
-                    )
+        if any(is_view_of(param.grad, view) for param, view in self._places(self._buckets[: self._next_bucket])):
+            raise CollectiveError(
+                "a backward raised on some rank after gradients had been sent from where they are, in the buckets: "
+                "after an exception call zero_grad() before the next backward, or pass gradient_as_bucket_view=False "
+                "to dd.wrap_optimizer"
+            )
 
     def _reduce(self) -> None:
         """Reduce all gradients and assign the results."""
-        if self._config.op == "sum" and self._num_since_step and self._holds_last_sums():
+        if self.config.op == "sum" and self._num_since_step and self._holds_last_sums():
             raise UsageError(
                 "a second backward before step() would add up again what is the sum over all ranks already: call "
                 "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'; where "
@@ -270,7 +232,7 @@ class Reducer(ParamBuckets):
         return any(id(param.grad) in sums for param in self.params)
 
     def _finish(self) -> None:
-        ready = self._packer.order()
+        ready = self.packer.order()
         self._require_hooks(ready)
         self._launch_rest_and_wait()
         reads_flags = bool(self._buckets) and not self._buckets[-1].reads_flags_late
@@ -290,7 +252,7 @@ class Reducer(ParamBuckets):
         self._assign_grads()
         if must_rebuild:
             self._adopt_order(ready)
-        if self._config.op == "sum":
+        if self.config.op == "sum":
             self._last_sums = [weakref.ref(param.grad) for param in self.params if param.grad is not None]
 
     def _launch_rest_and_wait(self, flag: int = CONTRIBUTES) -> None:
@@ -304,7 +266,7 @@ class Reducer(ParamBuckets):
 
     def _must_rebuild_buckets(self) -> bool:
         """Return True after the first reduction without joined ranks."""
-        if self._num_layouts > 1 or self._fused_groups or self._config.op == "adasum" or not self._buckets:
+        if self._num_layouts > 1 or self.fused_groups or self.config.op == "adasum" or not self._buckets:
             return False
         return not self._buckets[0].any_rank_set(HAS_JOINED)
 
@@ -320,11 +282,11 @@ class Reducer(ParamBuckets):
 
         Called after the first reduction without joined ranks. If there was one with them, some ranks did not step.
         """
-        own = digest(param for param in self._owned if param is not None) if was_first else ""
+        own = digest(self.registered_params()) if was_first else ""
         found = {*ControlAllgather(self._channel, own.encode(), f"{self.name}.digests").wait()}
         if len(found) == 1 or b"" in found:
             return
-        owned = {id(param) for param in self._owned if param is not None}
+        owned = {*map(id, self.registered_params())}
         tensors = [(name, param) for name, param in self.named_parameters() if id(param) in owned]
         raise DriftError(
             f"before the first step {difference(self._channel, tensors, f'{self.name}.start')}. Call "
@@ -333,63 +295,41 @@ class Reducer(ParamBuckets):
 
     def _adopt_order(self, ready: Sequence[int]) -> None:
         """Rebuild the buckets in the first rank's order, and the parameters without gradients after it."""
-        planned = [number for members in self._members for number in members]
         known = set(ready)
-        order = [*ready, *(number for number in planned if number not in known)]
+        order = [*ready, *(number for number in self.planned_order() if number not in known)]
         self._rebuild_buckets(broadcast_object(self._channel, order, 0, f"{self.name}.order"))
         if self._assigns_views:
-            for bucket, members in zip(self._buckets, self._members, strict=True):
-                for view, number in zip(bucket.views, members, strict=True):
-                    param = self._owned[number]
-                    grad = None if param is None or view is None else param.grad
-                    if param is not None and view is not None and grad is not None and is_dense(grad):
-                        assign_grad(param, view.copy_(grad), as_views=True)
+            for param, view in self._places(self._buckets):
+                if param.grad is not None and is_dense(param.grad):
+                    assign_grad(param, view.copy_(param.grad), as_views=True)
         self._reset()
 
     def _assign_grads(self) -> None:
         """Make the reduced values the parameters' gradients."""
-        as_views = self._assigns_views
-        self._plan.unpack(self._buckets)
-        self.sent_bytes = sum(bucket.sent_bytes for bucket in self._buckets)
-        report = None if self._config.check_every is None else NonFiniteReport()
-        if report is not None:
-            owned = self.params
-            report.scan(self._buckets, lambda bucket_index, index: owned[self._members[bucket_index][index]].grad)
-        all_params: list[torch.Tensor] = []
-        for bucket_index, bucket in enumerate(self._buckets):
-            if bucket.are_all_dense():
-                self._packer.assign_grads(bucket_index, as_views)
-                continue
-            all_params = all_params or self.params
-            params = [all_params[number] for number in self._members[bucket_index]]
-            unbucketed = bucket.assign_special_grads(params, as_views=as_views)
-            for index, as_dense in unbucketed:
-                grad = params[index].grad
-                params[index].grad = bucket.reduce_unbucketed(index, grad, as_dense=as_dense)
-                if report is not None and nonfinite_kinds(params[index].grad):
-                    report.add((bucket_index, index), grad)
-            self._plan.unbucket(bucket_index, [index for index, _ in unbucketed])
-        if report is not None:
-            self._record_nonfinite(report)
-        self._reset()
 
-    def _record_nonfinite(self, report: NonFiniteReport) -> None:
-        """Record which ranks' gradients were not finite; a second reduction, in which all are, keeps the first's."""
-        found = {
-            self._members[bucket][index]: kinds for (bucket, index), kinds in report.exchange(self._channel).items()
-        }
-        before = self.nonfinite
-        self.nonfinite = {n: before[n] if n in before and all(kinds) else kinds for n, kinds in found.items()}
-        self.num_reductions += 1
-        self.has_joined_ranks = bool(self._buckets) and self._buckets[0].any_rank_set(HAS_JOINED)
+        def assign(index: int, bucket: Bucket) -> list[tuple[int, bool]]:
+            if bucket.are_all_dense():
+                self.packer.assign_grads(index, self._assigns_views)
+                return []
+            return bucket.assign_special_grads(self._members(bucket), as_views=self._assigns_views)
+
+        found = self._plan.finish(self._buckets, self._channel, assign, self._members)
+        self.sent_bytes = sum(bucket.sent_bytes for bucket in self._buckets)
+        if self.config.check_every is not None:
+            before = self.nonfinite  # a second reduction, in which all ranks' are not finite, keeps the first's kinds
+            self.nonfinite = {n: before[n] if n in before and all(kinds) else kinds for n, kinds in found.items()}
+            self.num_reductions += 1
+            self.has_joined_ranks = bool(self._buckets) and self._buckets[0].any_rank_set(HAS_JOINED)
+        self._reset()
 
     def _reset(self) -> None:
         """Forget which gradients are ready, and replace the buckets whose plan has changed."""
         self._next_bucket = 0
-        self._packer.reset()
+        self.packer.reset()
         for index, bucket in enumerate(self._buckets):
             if bucket.plan is not self._plan.buckets[index]:
-                self._replace_bucket(index)
+                bucket = self._buckets[index] = self._plan.make_bucket(index, self._channel)
+                self.packer.set_bucket(index, bucket.plan.numbers, bucket.views, bucket.scale)
 
 
 def _live_reducers(group: Group) -> list[Reducer]:
@@ -402,13 +342,13 @@ def _reduce_due(group: Group, due: Sequence[Reducer]) -> None:
     own = due
     if len(active_plans(group)) > 1:
         flags = torch.zeros(len(group.reducers) + 1, dtype=torch.int32, device="cpu")
-        flags[[reducer._number for reducer in due]] = 1
+        flags[[reducer.number for reducer in due]] = 1
         flags[-1] = 1
         began = time.monotonic()
         allreduce_due_flags(group, flags).wait()
         if group.wait_times is not None:
             group.wait_times.record_flags_wait(began)
-        due = [reducer for reducer in _live_reducers(group) if flags[reducer._number]]
+        due = [reducer for reducer in _live_reducers(group) if flags[reducer.number]]
     for reducer in due:
         if reducer not in own:
             reducer.discard_interrupted()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.compression import ErrorFeedback
 from dualdist.ddp.error_feedback import FeedbackBucket, FeedbackState
+from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend, Work
@@ -47,12 +48,40 @@ class ReductionPlan:
         kind = AdasumBucket if self.config.op == "adasum" else Bucket
         return kind(plan, self.config, channel, dense)
 
-    def unpack(self, buckets: Sequence[Bucket]) -> None:
-        """Finalize the gradients in the buckets, after all have been waited for; every rank calls this."""
+    def finish(
+        self,
+        buckets: Sequence[Bucket],
+        channel: Backend,
+        assign: Callable[[int, Bucket], list[tuple[int, bool]]],
+        params_of: Callable[[Bucket], list[torch.Tensor | None]],
+    ) -> dict[int, list[int]]:
+        """Finalize and assign the gradients, after all buckets have been waited for; every rank calls this.
+
+        `assign` takes the gradients from a bucket, and returns the members that are reduced separately.
+
+        Returns:
+            With check_every, the kinds on every rank of the gradients that are not finite, by the parameter's number.
+        """
         for bucket in buckets:
             bucket.unpack()
         if self.feedback is not None:
             self.feedback.commit(buckets)
+        report = None if self.config.check_every is None else NonFiniteReport()
+        if report is not None:
+            report.scan(buckets, params_of)
+        for bucket_index, bucket in enumerate(buckets):
+            unbucketed = assign(bucket_index, bucket)
+            params = params_of(bucket) if unbucketed else []
+            for index, as_dense in unbucketed:
+                param = params[index]
+                grad = None if param is None else param.grad
+                reduced = bucket.reduce_unbucketed(index, grad, as_dense=as_dense)
+                if param is not None:
+                    param.grad = reduced
+                if report is not None and nonfinite_kinds(reduced):
+                    report.add(bucket.plan.numbers[index], grad)
+            self.unbucket(bucket_index, [index for index, _ in unbucketed])
+        return {} if report is None else report.exchange(channel)
 
     def clear(self) -> None:
         self.buckets.clear()

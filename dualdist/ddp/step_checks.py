@@ -71,25 +71,28 @@ def find_suspects(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 @dataclass
 class NonFiniteReport:
-    """The non-finite gradients of one reduction, by (bucket, index), and the kinds of this rank's own gradients."""
+    """The non-finite gradients of one reduction, by the parameter's number, and the kinds of this rank's own."""
 
-    members: list[tuple[int, int]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
 
-    def add(self, member: tuple[int, int], own: torch.Tensor | None) -> None:
-        """Add a member whose reduced gradient is not finite; `own` is this rank's gradient before the reduction."""
-        self.members.append(member)
-        self.kinds.append(nonfinite_kinds(own) if len(self.members) <= SHOWN else 0)
+    def add(self, number: int, own: torch.Tensor | None) -> None:
+        """Add a parameter whose reduced gradient is not finite; `own` is this rank's gradient before the reduction."""
+        self.numbers.append(number)
+        self.kinds.append(nonfinite_kinds(own) if len(self.numbers) <= SHOWN else 0)
 
-    def scan(self, buckets: Sequence[Bucket], own: Callable[[int, int], torch.Tensor | None]) -> None:
-        """Add the non-finite members of the buckets, after unpack(); `own` returns this rank's gradients."""
-        for bucket_index, is_suspect in enumerate(find_suspects([bucket.reduced_values() for bucket in buckets])):
-            for index in buckets[bucket_index].nonfinite_members() if is_suspect else ():
-                self.add((bucket_index, index), own(bucket_index, index))
+    def scan(self, buckets: Sequence[Bucket], params_of: Callable[[Bucket], list[torch.Tensor | None]]) -> None:
+        """Add the non-finite members of the buckets, after unpack()."""
+        suspects = find_suspects([bucket.reduced_values() for bucket in buckets])
+        for bucket in itertools.compress(buckets, suspects):
+            params = params_of(bucket)
+            for index in bucket.nonfinite_members():
+                param = params[index]
+                self.add(bucket.plan.numbers[index], None if param is None else param.grad)
 
-    def exchange(self, channel: Backend) -> dict[tuple[int, int], list[int]]:
-        """Return the kinds on every rank, [] for members beyond SHOWN; every rank of the reduction calls this."""
-        if not self.members:
+    def exchange(self, channel: Backend) -> dict[int, list[int]]:
+        """Return the kinds on every rank, [] for parameters beyond SHOWN; every rank of the reduction calls this."""
+        if not self.numbers:
             return {}
         shown = self.kinds[:SHOWN]
         table = torch.zeros(len(shown), channel.size, dtype=torch.int32, device="cpu")
@@ -97,24 +100,22 @@ class NonFiniteReport:
         flat = table.view(-1)
         channel.allreduce_(flat, "max", REPORT_NAME).wait()
         rows = flat.view(len(shown), channel.size).tolist()
-        return {member: rows[n] if n < SHOWN else [] for n, member in enumerate(self.members)}
+        return {number: rows[n] if n < SHOWN else [] for n, number in enumerate(self.numbers)}
 
 
 def format_nonfinite(kinds_by_name: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
     """List the first gradients with the kinds of non-finite values and the ranks that had them."""
     clauses = []
     for name, kinds in list(kinds_by_name.items())[:SHOWN]:
-        found = [(text, _ranks_with(kind, kinds, ranks)) for kind, text in KIND_NAMES.items()]
-        details = [f"{text} on {format_ranks(some)}" for text, some in found if some]
+        with_kind = {
+            kind: [rank for rank, own in zip(ranks, kinds, strict=False) if own == kind] for kind in KIND_NAMES
+        }
+        details = [f"{KIND_NAMES[kind]} on {format_ranks(some)}" for kind, some in with_kind.items() if some]
         if kinds and not details:
             details = ["finite on every rank, but not their sum"]
         clauses.append(f"{name} ({', '.join(details)})" if details else name)
     more = f" and {len(kinds_by_name) - SHOWN} more" if len(kinds_by_name) > SHOWN else ""
     return f"{', '.join(clauses)}{more}"
-
-
-def _ranks_with(kind: int, kinds: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    return [rank for rank, own in zip(ranks, kinds, strict=True) if own == kind] if kinds else []
 
 
 class StepChecks:
@@ -134,7 +135,8 @@ class StepChecks:
         self.check_gradients(optimizer)
         if not reducer.has_joined_ranks:  # their parameters are not updated
             if self._steps % self._every == 0:
-                self.check_parameters(self._steps)
+                name = f"{reducer.name}.before_step.{self._steps}"
+                require_same(reducer.group, reducer.named_parameters(), name, f"before step {self._steps + 1}, ")
             self._steps += 1
         self._checked_reductions = reducer.num_reductions  # last, so that a repeated step() raises again
 
@@ -159,12 +161,6 @@ class StepChecks:
                 f"gradients are not finite: {format_nonfinite(remaining, reducer.group.ranks)}. The step was not "
                 "taken: parameters and the optimizer's state are unchanged"
             )
-
-    def check_parameters(self, step: int) -> None:
-        """Raise DriftError unless all ranks hold the same parameters."""
-        reducer = self._reducer
-        name = f"{reducer.name}.before_step.{step}"
-        require_same(reducer.group, reducer.named_parameters(), name, f"before step {step + 1}, ")
 
 
 def validate_check_every(every: int | None) -> int | None:
