@@ -181,6 +181,33 @@ class PointToPoint(Protocol):
         """Fill a contiguous tensor by what the rank of index `source`, or any, sends with this tag."""
 
 
+class ForwardingBackend:
+    """What a backend over another one has of it; a subclass moves tensors, and duplicates and subgroups do not."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.name, self.transport, self.traceable = backend.name, backend.transport, backend.traceable
+        self.ranks, self.rank, self.size = backend.ranks, backend.rank, backend.size
+        self.supported_reduce_dtypes = backend.supported_reduce_dtypes
+        self.done_means_all_started = backend.done_means_all_started
+        self.mean_devices = backend.mean_devices
+        self.rank_order_devices = backend.rank_order_devices
+        self.duplicate, self.subgroup = backend.duplicate, backend.subgroup
+        self.built_with, self.close = backend.built_with, backend.close
+
+    @property
+    def timeout_s(self) -> float:
+        return self._backend.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self._backend.timeout_s = value
+
+    @property
+    def is_open(self) -> bool:
+        return self._backend.is_open
+
+
 def gathered(tensor: torch.Tensor, size: int, output: torch.Tensor | None) -> torch.Tensor:
     """Return where an allgather of `tensor` puts its result: in `output`, if one is given."""
     return tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:])) if output is None else output

@@ -412,7 +412,8 @@ class Group:
             if self._pending:
                 raise UsageError(f"still under way: {', '.join(self._pending)}; wait for them before this call")
             self._is_progressing = True
-        waiters: list[Any] = [self.backend, self._ordered_gradients or self._gradients, self._host_ranks]
+        gathers = self._ordered_gradients and self._ordered_gradients.gathers
+        waiters: list[Any] = [self.backend, self._gradients, gathers, self._host_ranks]
         usual_s = self.backend.timeout_s
         try:
             for waiter in filter(None, waiters):

@@ -13,18 +13,27 @@ they begin in bucket order, while backward() may launch more buckets on the firs
 """
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
-from dualdist.backends.base import Backend, CompletedWork, ConvertedWork, ReduceOp, Work, filled
+from dualdist.backends.base import (
+    ALL_DTYPES,
+    Backend,
+    CompletedWork,
+    ConvertedWork,
+    ForwardingBackend,
+    ReduceOp,
+    Work,
+    filled,
+)
 from dualdist.backends.control_plane import as_bytes
 from dualdist.collectives.reductions import WIDER, divide_, reduce_rows
 
+COMPLEX = frozenset(dtype for dtype in ALL_DTYPES if dtype.is_complex)  # which callers reduce as pairs of floats
 FLOATS = frozenset((torch.float32, torch.float64, *(dtype for dtype in WIDER if dtype.is_floating_point)))
 
 
-class RankOrderBackend:
+class RankOrderBackend(ForwardingBackend):
     """A backend that adds floats in the order of ranks: Note [rank order].
 
     Args:
@@ -33,37 +42,15 @@ class RankOrderBackend:
             default they take `backend` too, in the order in which the program waits: Note [gathers].
     """
 
-    traceable = False
-    done_means_all_started = True  # also of an alltoall; shared memory where it is not true is not used
-    mean_devices = frozenset(("cpu", "cuda"))
-
     def __init__(self, backend: Backend, gathers: Backend | None = None) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self.gathers = gathers
         self.unfinished: deque[OrderedWork] = deque()  # whose second message has not begun
-        self.name = backend.name
-        self.transport = backend.transport
-        self.ranks = backend.ranks
-        self.rank = backend.rank
-        self.size = backend.size
-        # Without complex numbers, which callers reduce as pairs of floats.
-        self.supported_reduce_dtypes = FLOATS.union(
-            dtype for dtype in backend.supported_reduce_dtypes if not dtype.is_complex
-        )
-        self.rank_order_devices = self.mean_devices
-
-    @property
-    def timeout_s(self) -> float:
-        return self._backend.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, value: float) -> None:
-        for backend in filter(None, (self._backend, self.gathers)):
-            backend.timeout_s = value
-
-    @property
-    def is_open(self) -> bool:
-        return self._backend.is_open
+        self.traceable = False
+        self.done_means_all_started = True  # also of an alltoall; shared memory where it is not true is not used
+        self.mean_devices = self.rank_order_devices = frozenset(("cpu", "cuda"))
+        self.supported_reduce_dtypes = (backend.supported_reduce_dtypes | FLOATS) - COMPLEX
+        self.allgather, self.broadcast_, self.alltoall = backend.allgather, backend.broadcast_, backend.alltoall
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
         backend, dtype, device = self._backend, buffer.dtype, buffer.device.type
@@ -87,27 +74,6 @@ class RankOrderBackend:
         if op != "mean" or buffer.device.type in backend.mean_devices:
             return backend.allreduce_(buffer, op, name, source)
         return ConvertedWork(backend.allreduce_(buffer, "sum", name, source), lambda total: divide_(total, self.size))
-
-    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
-        return self._backend.allgather(tensor, name, output)
-
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
-        return self._backend.broadcast_(buffer, root, name)
-
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
-        return self._backend.alltoall(tensor, sent, received, name)
-
-    def duplicate(self, key: str) -> Backend:
-        return self._backend.duplicate(key)
-
-    def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
-        return self._backend.subgroup(ranks, key)
-
-    def built_with(self) -> dict[str, int]:
-        return self._backend.built_with()
-
-    def close(self) -> None:
-        self._backend.close()
 
 
 class OrderedWork:

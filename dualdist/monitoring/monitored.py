@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Backend, LazyDescription, ReduceOp, Work
+from dualdist.backends.base import Backend, ForwardingBackend, LazyDescription, ReduceOp, Work
 from dualdist.backends.shm.collectives import HostWork
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError, RendezvousError, UnsupportedError
 from dualdist.monitoring.rank_probe import STORE_GONE, RankProbe, find_lost_ranks, find_silent_ranks, report_timeout
@@ -111,34 +111,12 @@ class MonitoredWork:
                 self._ended()
 
 
-class MonitoredBackend:
+class MonitoredBackend(ForwardingBackend):
     """A backend whose errors name the operation and the missing ranks."""
 
     def __init__(self, backend: Backend, monitor: Monitor) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._monitor = monitor
-        self.name = backend.name
-        self.transport = backend.transport
-        self.ranks = backend.ranks
-        self.rank = backend.rank
-        self.size = backend.size
-        self.supported_reduce_dtypes = backend.supported_reduce_dtypes
-        self.traceable = backend.traceable
-        self.done_means_all_started = backend.done_means_all_started
-        self.mean_devices = backend.mean_devices
-        self.rank_order_devices = backend.rank_order_devices
-
-    @property
-    def timeout_s(self) -> float:
-        return self._backend.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, value: float) -> None:
-        self._backend.timeout_s = value
-
-    @property
-    def is_open(self) -> bool:
-        return self._backend.is_open
 
     def allreduce_(
         self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
@@ -153,18 +131,6 @@ class MonitoredBackend:
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> MonitoredWork:
         return self._start("alltoall", name, tensor, partial(self._backend.alltoall, tensor, sent, received, name))
-
-    def duplicate(self, key: str) -> Backend:
-        return MonitoredBackend(self._backend.duplicate(key), self._monitor)
-
-    def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
-        return MonitoredBackend(self._backend.subgroup(ranks, key), Monitor(self._monitor.probe, ranks))
-
-    def built_with(self) -> dict[str, int]:
-        return self._backend.built_with()
-
-    def close(self) -> None:
-        self._backend.close()
 
     def _start(self, kind: str, name: str, tensor: torch.Tensor, start: Callable[[], Work]) -> MonitoredWork:
         what = LazyDescription(kind, name, tensor)
