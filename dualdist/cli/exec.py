@@ -38,9 +38,11 @@ def run(args: argparse.Namespace) -> Callable[[], None]:
     """Meet the other ranks, and return what runs the program."""
     if not args.program[args.program[:1] == ["--"] :]:
         raise UsageError("no program: expected dualdist exec script.py, -m module, or -- program")
-    preparation = prepare(os.environ, args.timeout)
+    topology, variables = prepare(os.environ, args.timeout)
     if args.verbose:
-        sys.stderr.write(f"dualdist exec: {preparation.describe()}\n")  # at once, as ranks share it
+        place = f"rank {topology.rank} of {topology.size}, from {topology.source}"
+        given = " ".join(f"{name}={value}" for name, value in variables.items()) or "nothing"
+        sys.stderr.write(f"dualdist exec: {place}; set {given}\n")  # at once, as ranks share it
     return partial(_run, args.program, is_module=args.is_module)
 
 

@@ -1,6 +1,6 @@
 """Defaults of `dualdist run`: the launcher, and the environment variables of ranks and launchers."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from dualdist.backends import registry
 from dualdist.environments import slurm
@@ -89,20 +89,15 @@ def rank_variables(
     environ: Mapping[str, str], given: Mapping[str, str], *, threads: int | None, interface: str | None, has_hosts: bool
 ) -> dict[str, str]:
     """Return the variables of every rank: the job's go before the caller's, which go before our defaults."""
-    forwarded = {name: value for name, value in environ.items() if has_hosts and _is_forwarded(name)}
+    forwarded = _select(environ, FORWARDED, FORWARDED_PREFIXES) if has_hosts else {}
+    own = {name: value for name, value in forwarded.items() if name not in (CONTROL_VARIABLE, JOB_MARK)}
     defaults = {} if threads is None or THREADS in environ else {THREADS: str(threads)}
-    return {**forwarded, **defaults, **interface_variables(interface), **given}
+    return {**own, **defaults, **interface_variables(interface), **given}
 
 
 def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a launcher needs on this host, for one that exports all of its environment."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if (name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES))
-        and VARIABLE_NAME.fullmatch(name)
-        and not is_secret(name)
-    }
+    return _select(environ, LAUNCHER_NAMES, LAUNCHER_PREFIXES)
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
@@ -110,11 +105,7 @@ def interface_variables(interface: str | None) -> dict[str, str]:
     return {} if interface is None else dict.fromkeys(INTERFACE_VARIABLES, interface)
 
 
-def _is_forwarded(name: str) -> bool:
-    is_relevant = name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
-    return (
-        is_relevant
-        and name not in (CONTROL_VARIABLE, JOB_MARK)
-        and not is_secret(name)
-        and bool(VARIABLE_NAME.fullmatch(name))
-    )
+def _select(environ: Mapping[str, str], names: Container[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables with these names or beginnings, without secrets and names that a shell cannot set."""
+    found = {name: value for name, value in environ.items() if name in names or name.startswith(prefixes)}
+    return {name: value for name, value in found.items() if VARIABLE_NAME.fullmatch(name) and not is_secret(name)}

@@ -4,7 +4,6 @@ import json
 import os
 import threading
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 
 from dualdist.environments import EXEC_VARIABLES, detect, without_exec
 from dualdist.environments.env_values import MASTER, get_integer, get_main_address, get_value
@@ -25,23 +24,10 @@ VISIBLE, HIDE_ALL = "CUDA_VISIBLE_DEVICES", ("", "-1")
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri", "/dev/davinci_manager", "/dev/accel")
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """The topology that was found, and the variables that the program gets in addition to its own."""
+def prepare(environ: MutableMapping[str, str], timeout_s: float) -> tuple[Topology, dict[str, str]]:
+    """Find this rank, meet the others where needed, and set variables in `environ`, which are returned.
 
-    topology: Topology
-    variables: Mapping[str, str]
-
-    def describe(self) -> str:
-        """Return the line of --verbose."""
-        topology, given = self.topology, " ".join(f"{name}={value}" for name, value in self.variables.items())
-        return f"rank {topology.rank} of {topology.size}, from {topology.source}; set {given or 'nothing'}"
-
-
-def prepare(environ: MutableMapping[str, str], timeout_s: float) -> Preparation:
-    """Find this rank, meet the others where needed, and set the variables in `environ`; every rank calls this.
-
-    MASTER_ADDR and MASTER_PORT keep the values that they have.
+    Every rank calls this. MASTER_ADDR and MASTER_PORT keep the values that they have.
 
     Raises:
         DualdistError: as dd.init() does.
@@ -51,7 +37,7 @@ def prepare(environ: MutableMapping[str, str], timeout_s: float) -> Preparation:
     given = dict(without_exec(environ))
     topology = detect(given)
     if topology.size > 1 and given.get(ELASTIC) == "1":
-        return Preparation(topology, {})  # Horovod's ranks come and go, torch's cannot
+        return topology, {}  # Horovod's ranks come and go, torch's cannot
     main = get_main_address(given)
     if topology.size > 1 and (main is None or topology.inferred):
         rendezvous = meet(topology, environ, Deadline(timeout_s))
@@ -61,7 +47,7 @@ def prepare(environ: MutableMapping[str, str], timeout_s: float) -> Preparation:
     variables = program_variables(given, rendezvous)
     environ.update(variables)
     environ[EXEC_VARIABLES] = json.dumps(variables)
-    return Preparation(rendezvous.topology, variables)
+    return rendezvous.topology, variables
 
 
 def program_variables(given: Mapping[str, str], rendezvous: ExecRendezvous) -> dict[str, str]:

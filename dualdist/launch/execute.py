@@ -9,13 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
-from dualdist.launch.job import Command, Mpi, Site
-from dualdist.launch.launchers import PROGRAMS
+from dualdist.launch.job import INSTALL_HINTS, Command, Mpi, Site
 from dualdist.launch.launchers.mpirun import RSH_AGENT_VARIABLE
 from dualdist.launch.processes import signals_deferred, termination_raises
 from dualdist.utils.redaction import redact_command
@@ -26,22 +24,14 @@ MPICH_AND_DERIVATIVES = ("MPICH", "HYDRA", "Intel(R) MPI", "Intel MPI", "MVAPICH
 GRACE_S = 5.0
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    """A command's exit code, and its stdout and stderr together."""
-
-    code: int
-    output: str
-
-
 def find_site() -> Site:
     """Return what this machine offers, as if the environment of the running interpreter were activated."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    tools = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
+    tools = {name: found for name in INSTALL_HINTS if (found := shutil.which(name, path=path))}
     mpi: Mpi = "unknown"
     if "mpirun" in tools:
-        version = run_command(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version")
-        mpi = parse_mpi_version(version.output)
+        _, version = run_command(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version")
+        mpi = parse_mpi_version(version)
     has_ssh = RSH_AGENT_VARIABLE in os.environ or any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
     is_root, folder = os.geteuid() == 0, str(Path.cwd())
     return Site(sys.executable, tools, path, mpi, is_root=is_root, folder=folder, has_ssh=has_ssh)
@@ -54,8 +44,8 @@ def parse_mpi_version(text: str) -> Mpi:
     return "mpich" if any(name in text for name in MPICH_AND_DERIVATIVES) else "unknown"
 
 
-def run_command(command: Command, *, timeout_s: float | None, what: str) -> CommandResult:
-    """Run a command to its end, and return when it and all processes that it started have ended.
+def run_command(command: Command, *, timeout_s: float | None, what: str) -> tuple[int, str]:
+    """Run a command and all processes that it starts to their end; return its exit code, and its stdout with stderr.
 
     Ctrl-C and SIGTERM end them, too.
 
@@ -96,7 +86,7 @@ def run_command(command: Command, *, timeout_s: float | None, what: str) -> Comm
             left = _end(process, mark)
         if left and code == 0:
             raise LaunchError(f"{what} ended, but left processes behind, which were ended; {left}\n{read_output()}")
-        return CommandResult(code, read_output())
+        return code, read_output()
 
 
 def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:

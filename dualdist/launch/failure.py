@@ -5,8 +5,6 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dualdist.utils.variables import REQUEUE
-
 # The exit code of a job whose first failing rank was lost, as if by SIGKILL.
 LOST_RANK_CODE = 137
 TRACEBACK_HEADER = re.compile(r"^.{0,40}Traceback \(most recent call last\):\s*$")
@@ -58,14 +56,6 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
         key=lambda end: (is_consequence(end.text), end.code is None and not end.text, end.at_s),
         default=None,
     )
-
-
-def has_stopped_on_notice(ends: Sequence[RankEnd]) -> bool:
-    """Return True if the job stopped because it was notified, and can be resumed.
-
-    One rank that says so is enough: it does after all have saved, whatever becomes of the others in the meantime.
-    """
-    return any(end.code == REQUEUE for end in ends)
 
 
 def exit_code(launcher_codes: Sequence[int], failure: RankEnd | None, *, is_elastic: bool) -> int:

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
@@ -141,10 +140,6 @@ def _connect_error(address: str, port: int, own: Mapping[str, str]) -> str:
         return failure_reason(error)
 
 
-# Probes hosts other than this one, with arguments for this module; LaunchError if one cannot take part.
-Probe = Callable[[Sequence[str], Sequence[str]], list[ProbedHost]]
-
-
 @dataclass(frozen=True)
 class ReachedHosts:
     """The hosts of a job after probing.
@@ -182,7 +177,12 @@ def check_hosts(hosts: Sequence[Host], interface: str | None, site: Site, env: M
     return evaluate_hosts(known, interface, probe_host(), lambda names, target: _probe(names, target, site, env))
 
 
-def evaluate_hosts(hosts: Sequence[Host], interface: str | None, here: ProbedHost, probe: Probe) -> ReachedHosts:
+def evaluate_hosts(
+    hosts: Sequence[Host],
+    interface: str | None,
+    here: ProbedHost,
+    probe: Callable[[Sequence[str], Sequence[str]], list[ProbedHost]],
+) -> ReachedHosts:
     """Probe the first host, then from each other host whether it reaches the first one."""
     first = here if hosts[0].is_local else probe([hosts[0].name], ())[0]
     facts = {hosts[0].name: first}
@@ -239,17 +239,15 @@ def _probe(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping
     for start in range(0, len(hosts), MAX_CONCURRENT):
         some, deadline = hosts[start : start + MAX_CONCURRENT], Deadline(PROBE_S)
         with ExitStack() as stack:
-            argvs = [ssh.probe_argv(host, site, env, target) for host in some]
-            peers = [stack.enter_context(start_peer(*each, site)) for each in zip(some, argvs, strict=True)]
-            found += [_parse(peer.name, peer.exchange("answer its probe", deadline)) for peer in peers]
+            argvs = [ssh.remote_python_argv(host, site, env, ("-m", "dualdist.launch.hosts", *target)) for host in some]
+            for peer in [stack.enter_context(start_peer(*each, site)) for each in zip(some, argvs, strict=True)]:
+                reply = peer.exchange("answer its probe", deadline)
+                try:
+                    found.append(ProbedHost(**reply))
+                except TypeError as error:
+                    unreadable = f"host {peer.name!r} answered {reply}, which is not this dualdist's format"
+                    raise LaunchError(unreadable) from error
     return found
-
-
-def _parse(host: str, reply: dict[str, Any]) -> ProbedHost:
-    try:
-        return ProbedHost(**reply)
-    except TypeError as error:
-        raise LaunchError(f"host {host!r} answered {reply}, which is not this dualdist's format") from error
 
 
 if __name__ == "__main__":

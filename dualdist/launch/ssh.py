@@ -38,7 +38,6 @@ OPTIONS = (
 NO_STDIN = "-n"  # else ssh forwards the terminal's input to a rank
 GUARD = ("-m", "dualdist.launch.ssh")
 ENV_FROM_STDIN = "--env-from-stdin"  # an option of the guard
-PROBE = ("-m", "dualdist.launch.hosts")
 GUARD_GRACE_S = 3.0
 GUARD_POLL_MS = 500
 HANG_UP = select.POLLERR | select.POLLHUP
@@ -74,12 +73,6 @@ def wrap_in_ssh(command: Command, site: Site, *, control_port: int | None = None
     line = f"cd {shlex.quote(site.folder)} && exec {shlex.join([*_env(public), *guarded])}"
     argv = ("ssh", *[NO_STDIN] * (not private), *OPTIONS, *forward, command.host, line)
     return Command(argv, stdin=json.dumps(private) if private else "")
-
-
-def probe_argv(host: str, site: Site, env: Mapping[str, str], target: Sequence[str]) -> list[str]:
-    """Return the argv that probes a host by hosts.py there."""
-    ssh, *words = remote_python_argv(host, site, env, (*PROBE, *target))
-    return [ssh, NO_STDIN, *words]
 
 
 def remote_python_argv(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from dualdist.errors import LaunchError
 from dualdist.launch import control_channel, processes
 from dualdist.launch.control_channel import RankEnded, RankFailing, RankHello
-from dualdist.launch.failure import RankEnd, exit_code, first_failure, has_stopped_on_notice
+from dualdist.launch.failure import RankEnd, exit_code, first_failure
 from dualdist.launch.job import Command
 from dualdist.launch.processes import TERMINATION_SIGNALS, signals_handled
 from dualdist.launch.relay import OutputRelay
@@ -137,7 +137,8 @@ class Supervisor:
     def _outcome(self, error: str) -> JobOutcome:
         codes = [process.returncode for process in self._processes]
         failure, stopped = first_failure(self.ends), self._stop_signal
-        if not error and has_stopped_on_notice(self.ends):
+        # One rank that stopped on notice is enough: it does after all have saved, whatever becomes of the others.
+        if not error and any(end.code == REQUEUE for end in self.ends):
             return JobOutcome(REQUEUE, stop_signal=stopped)
         if stopped and any([*codes, failure, error]):
             return JobOutcome(128 + stopped, error=error, stop_signal=stopped)

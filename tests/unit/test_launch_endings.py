@@ -13,7 +13,6 @@ from dualdist.launch.failure import (
     exit_code,
     extract_traceback,
     first_failure,
-    has_stopped_on_notice,
     is_consequence,
 )
 from dualdist.launch.relay import OutputRelay
@@ -94,21 +93,6 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
 def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], first: int | None) -> None:
     found = first_failure(ends)
     assert (None if found is None else found.rank) == first
-
-
-@pytest.mark.parametrize(
-    ("ends", "stopped"),
-    [
-        ([ended(0, 75, 1.0), ended(1, 75, 1.1)], True),
-        ([ended(0, 75, 1.0, was_terminated=True), ended(1, -15, 1.1)], True),
-        ([ended(0, 1, 1.0), ended(1, 75, 2.0)], True),
-        ([ended(0, -15, 1.0, was_terminated=True)], False),
-        ([], False),
-    ],
-    ids=["all", "one, and another was ended", "one, and another failed", "only ended", "none"],
-)
-def test_a_job_has_stopped_where_a_rank_says_so(ends: list[RankEnd], stopped: bool) -> None:
-    assert has_stopped_on_notice(ends) is stopped
 
 
 @pytest.mark.parametrize(

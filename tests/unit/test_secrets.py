@@ -19,7 +19,7 @@ from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import Command, Host, Job, Site
 from dualdist.launch.launchers import build_command
 from dualdist.launch.schedulers import ScriptRequest, job_script
-from dualdist.launch.ssh import probe_argv, wrap_in_ssh
+from dualdist.launch.ssh import remote_python_argv, wrap_in_ssh
 from dualdist.utils.redaction import HIDDEN, is_secret, make_redactor, redact_command, redact_json, redact_variables
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "db_passwd", "DB_PW", "SSH_PRIVATE_KEY")
@@ -123,7 +123,7 @@ def test_secrets_are_on_no_command_line_of_another_host_but_in_its_input() -> No
     assert "-n" not in built.argv, "ssh would not read it"
     plain = wrap_in_ssh(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
     assert (plain.stdin, plain.argv[1]) == ("", "-n")
-    assert "hush" not in " ".join(probe_argv("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
+    assert "hush" not in " ".join(remote_python_argv("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
     built = Command(("cat",), stdin='{"HF_TOKEN": "it\'s"}')
     done = subprocess.run(["sh", "-c", shell_line(built)], capture_output=True, text=True, check=True, timeout=30)
     assert json.loads(done.stdout) == {"HF_TOKEN": "it's"}

@@ -1,6 +1,7 @@
 """Launchers: one description each, from which the command lines, options and errors that concern them are derived.
 
-To add one, write its commands and its Launcher in a module of this package, and add it to ALL;
+To add one, write its commands and its Launcher in a module of this package, and add it to ALL; what a user installs for
+it, to INSTALL_HINTS of job.py;
 dualdist/environments is where its ranks find who they are. If it starts MPI, add its name to MPI_LAUNCHERS of
 rendezvous/backend_selection.py; if it shows each rank only some of the host's GPUs, to RESTRICTS_GPUS of
 doctor/checks/host.py.
@@ -20,7 +21,6 @@ ALL = {each.name: each for each in (TORCHRUN, HOROVODRUN, HOROVODRUN_MPI, MPIRUN
 LAUNCHERS = {name: each for name, each in ALL.items() if each.commands is not None}
 MULTI_RANK_LAUNCHERS = tuple(name for name, each in LAUNCHERS.items() if not each.is_single_rank)
 ELASTIC_LAUNCHER = next(name for name, each in LAUNCHERS.items() if each.is_elastic)
-PROGRAMS = {program.name: program for each in ALL.values() for program in each.programs}
 REBUILD = "build one with MPI by dualdist install-horovod --force"
 
 
@@ -93,8 +93,8 @@ def _mpi_conflicts(
         ("backend", backend, registry.needs_mpi(backend, None)),
         ("transport", transport, registry.needs_mpi(None, transport)),
     ):
-        if needs_mpi and not launcher.can_start_mpi:
-            hint = f"choose {' or '.join(name for name in launchers if ALL[name].can_start_mpi)}"
+        if needs_mpi and launcher.mpi == "never":
+            hint = f"choose {' or '.join(name for name in launchers if ALL[name].mpi != 'never')}"
             yield setting, f"the {setting} {value} needs a launcher that starts MPI, not {launcher.name}: {hint}"
     uses_horovod = registry.uses_library(backend, registry.HOROVOD_LIBRARY)
     if launcher.mpi == "always" and horovod_has_mpi is False and uses_horovod and transport is None:

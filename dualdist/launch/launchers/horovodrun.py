@@ -4,10 +4,9 @@ import shlex
 from pathlib import Path
 
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Job, Launcher, Program, Site
-from dualdist.launch.launchers.mpirun import MPIRUN_PROGRAM, rsh_agent_variables
+from dualdist.launch.job import Command, Job, Launcher, Site
+from dualdist.launch.launchers.mpirun import rsh_agent_variables
 
-PROGRAM = Program("horovodrun", "it comes with Horovod: dualdist install-horovod")
 LOCALHOST = "localhost"
 LOOPBACK = "lo"
 # Seconds until a host that lost a rank is used again, at first and at most; by default horovodrun never uses it again.
@@ -27,7 +26,7 @@ def gloo_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
     """Return the command line of horovodrun --mpi."""
-    site.path_of(MPIRUN_PROGRAM)
+    site.path_of("mpirun")
     if site.mpi == "openmpi5":
         raise LaunchError(
             "horovodrun --mpi passes options that Open MPI 5 does not know: start the job with mpirun itself, "
@@ -46,13 +45,13 @@ def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
         flags += _elastic(job, job.min_ranks)
     if job.hosts and controller == "--mpi" and site.mpi == "openmpi4":
         # It starts mpirun without a path, which then searches its daemon on PATH of the other hosts.
-        flags.append(f"--mpi-args=--prefix {Path(site.path_of(MPIRUN_PROGRAM)).parent.parent}")
+        flags.append(f"--mpi-args=--prefix {Path(site.path_of('mpirun')).parent.parent}")
     if job.hosts:
         # It caches for an hour what it found out about ssh and interfaces.
         flags += ["-H", ",".join(map(str, job.hosts)), "--disable-cache"]
     if job.interface is not None and job.min_ranks is None:
         flags += ["--network-interfaces", job.interface]
-    argv = (site.path_of(PROGRAM), *flags, site.python, *job.program)
+    argv = (site.path_of("horovodrun"), *flags, site.python, *job.program)
     return (Command(argv, variables, prefix=OUTPUT_PREFIX, has_clean_env=has_clean_env),)
 
 
@@ -83,5 +82,5 @@ def localhost_spellings(count: int) -> list[str]:
     ]
 
 
-HOROVODRUN = Launcher("horovodrun", gloo_commands, (PROGRAM,), is_elastic=True)
-HOROVODRUN_MPI = Launcher("horovodrun-mpi", mpi_commands, (PROGRAM, MPIRUN_PROGRAM), mpi="always")
+HOROVODRUN = Launcher("horovodrun", gloo_commands, is_elastic=True)
+HOROVODRUN_MPI = Launcher("horovodrun-mpi", mpi_commands, mpi="always")

