@@ -17,8 +17,6 @@ from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective, Handle
 from dualdist.collectives.reductions import Op
-from dualdist.ddp import join as ddp_join
-from dualdist.ddp.optimizer import require_whole_state
 from dualdist.session import find_group, group_or_world
 
 T = TypeVar("T")
@@ -45,7 +43,15 @@ class Scaled(Common, total=False):
     reduction: Reduction | None
 
 
-_allreduce_operator = traced_allreduce.define_allreduce("dualdist::allreduce", find_group)
+_allreduce_operator: Callable[..., Tensor]
+
+
+def __getattr__(name: str) -> Any:
+    """Define the operator of allreduce when something is compiled, because that takes milliseconds."""
+    if name != "_allreduce_operator":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = operator = traced_allreduce.define_allreduce("dualdist::allreduce", find_group)
+    return operator
 
 
 def _call(collective: Collective[T], async_op: bool) -> T | Handle[T]:
@@ -81,6 +87,8 @@ def _trace_allreduce(
     tensor: Tensor, op: Op = "mean", *, group: Group | None = None, async_op: bool = False, **options: Any
 ) -> Tensor | None:
     """Trace an allreduce for torch.compile; return None if it cannot follow."""
+    from dualdist.operations import _allreduce_operator  # torch.compile runs an import while it traces
+
     if async_op:
         return None
     return traced_allreduce.trace(_allreduce_operator, group_or_world(group), tensor, op, **options)
@@ -518,6 +526,8 @@ def join(*, group: Group | None = None) -> int:
         >>> last = dd.join()
         >>> dd.broadcast_parameters(torch.nn.Linear(2, 1), root=last)
     """
+    from dualdist.ddp import join as ddp_join
+
     return ddp_join.join(group_or_world(group))
 
 
@@ -614,6 +624,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
         >>> model = torch.nn.Linear(2, 1)
         >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
     """
+    from dualdist.ddp.optimizer import require_whole_state
+
     require_whole_state(optimizer, "broadcast before dd.wrap_optimizer, or load a checkpoint")
     broadcast_state.broadcast_optimizer_state(group_or_world(group), optimizer, root)
 

@@ -167,10 +167,11 @@ def requested_choice(backend: str | None, environ: Mapping[str, str]) -> tuple[s
 def open_as_requested(requested: str, config: SessionConfig) -> Session:
     """Open a session; raise UnsupportedError if it runs over another transport than the requested one."""
     session, transport = open_session(requested, config, _print_choice), config.transport
+    if transport in ("", session.backend.transport) or session.backend.transport == "none":
+        return session
     spec = registry.find(session.backend.name)
     # A single rank has nothing to share memory with.
-    is_single = session.topology.size == 1 and spec is not None and transport == "shm" and transport in spec.transports
-    if transport not in ("", session.backend.transport) and session.backend.transport != "none" and not is_single:
+    if not (session.topology.size == 1 and spec is not None and transport == "shm" and transport in spec.transports):
         session.close()
         raise UnsupportedError(
             f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "

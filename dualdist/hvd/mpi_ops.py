@@ -58,7 +58,16 @@ Arguments = tuple[Group, Given, Op, "str | None", float, float]
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(
     SimpleNamespace(Average=Average, Sum=Sum)
 )
-allreduce_operator = traced_allreduce.define_allreduce("dualdist::horovod_allreduce", find_group, horovods_errors)
+_allreduce_operator: Callable[..., torch.Tensor]
+
+
+def __getattr__(name: str) -> Any:
+    """Define the operator of allreduce when something is compiled, because that takes milliseconds."""
+    if name != "_allreduce_operator":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    operator = traced_allreduce.define_allreduce("dualdist::horovod_allreduce", find_group, horovods_errors)
+    globals()[name] = operator
+    return operator
 
 
 def _public(function: F, unless: Callable[..., Any] | None = None) -> F:
@@ -205,10 +214,12 @@ def _trace_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | None:
     """Trace an allreduce for torch.compile; return None if it cannot follow."""
+    from dualdist.hvd.mpi_ops import _allreduce_operator  # torch.compile runs an import while it traces
+
     if average is not None or compression is not Compression.none:
         return None
     arguments = _arguments(tensor, Average if op is None else op, name, prescale_factor, postscale_factor, process_set)
-    return traced_allreduce.trace(allreduce_operator, *arguments)
+    return traced_allreduce.trace(_allreduce_operator, *arguments)
 
 
 @partial(_public, unless=_trace_allreduce)

@@ -18,7 +18,6 @@ from dualdist.backends import registry
 from dualdist.backends.registry import AUTO, HOROVOD, MPI, NATIVE, SINGLE
 from dualdist.errors import TopologyError, UsageError
 from dualdist.topology import Topology
-from dualdist.utils.machine import device_name, machine, machine_cores
 from dualdist.utils.output_file import write_atomically
 from dualdist.utils.suggest import require_choice
 
@@ -121,6 +120,8 @@ class ChoiceConditions:
 
     @classmethod
     def here(cls, device: str, launcher: str, ranks: int, *, threads: int, mpi: bool) -> ChoiceConditions:
+        from dualdist.utils.machine import machine, machine_cores
+
         return cls(machine().processor, machine_cores(), device, launcher, mpi, ranks, threads)
 
     def __str__(self) -> str:
@@ -205,6 +206,8 @@ def matching_choice(
     if not saved:
         return None
     import torch
+
+    from dualdist.utils.machine import device_name
 
     threads = torch.get_num_threads()
     found = find_choice(saved, topology, device_name(select_device(None)), threads)
