@@ -181,18 +181,19 @@ def parse_configs(text: str, launcher: str | None) -> list[RunConfig]:
     return found
 
 
+def split_words(text: str | None) -> list[str]:
+    """Return the words between commas."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
 def expand_configs(
-    launchers: Sequence[str] | None,
-    backends: Sequence[str],
-    transports: Sequence[str] | None,
-    environ: Mapping[str, str],
+    launchers: Sequence[str], backends: Sequence[str], transports: Sequence[str], environ: Mapping[str, str]
 ) -> list[RunConfig]:
-    """Return every combination; None stands for all transports, or for the default launcher of each."""
+    """Return every combination; of no names all transports, and the default launcher of each."""
     for backend in backends:
         require_choice(backend, registry.names(), "backend")
-    valid = registry.transports()
-    for transport in transports or ():
-        require_choice(transport, valid, "transport")
+    for transport in transports:
+        require_choice(transport, registry.transports(), "transport")
     found = [
         RunConfig(backend, transport, check_launcher(launcher))
         for backend in backends

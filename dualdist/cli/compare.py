@@ -25,6 +25,7 @@ from dualdist.bench.jobs import (
     expand_configs,
     parse_env,
     refusal_reasons,
+    split_words,
 )
 from dualdist.bench.report import (
     dump_json,
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from dualdist.bench.compare.metrics import ComparisonResult
     from dualdist.bench.compare.runner import Contender, LaunchSchedule, RefusedContender, UserScript
 
-ROUNDS, BUDGET = 9, "15m"
-WARMUP = 3
 EXAMPLES = (
     "dualdist compare",
     "dualdist compare -np 4 --model transformer --budget 20m --output report/",
@@ -79,7 +78,6 @@ EXCLUDED: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of para
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-REQUIRED, REQUIRED_FOR_OUTPUT = ("pydantic", "rich", "scipy"), ("jinja2", "matplotlib")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +85,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dualdist compare [option ...] [--script train.py [-- argument ...]]"
     add = parser.add_argument
     add("-np", "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this host (default: 2)")
-    add("--budget", default=BUDGET, metavar="T", help="start no round that would exceed it, as 90s, 2h (default: 15m)")
-    add("--rounds", type=int, default=ROUNDS, metavar="N", help=f"launches of each, at most (default: {ROUNDS})")
+    add("--budget", default="15m", metavar="T", help="start no round that would exceed it, as 90s, 2h (default: 15m)")
+    add("--rounds", type=int, default=9, metavar="N", help="launches of each, at most (default: 9)")
     which = parser.add_argument_group("contenders: every combination, and baselines").add_argument
     which("--backends", metavar="A,B", help=f"of {', '.join(registry.names())} (default: all)")
     which("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all of the backend)")
@@ -101,7 +99,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work("--model", default="resnet18", metavar="NAME", help=f"of {', '.join(MODELS)} (default: resnet18)")
     work("--batch", type=int, default=0, metavar="N", help="global batch size (default: the model's per rank)")
     work("--steps", type=int, default=0, metavar="N", help="timed steps per launch (default: the model's)")
-    work("--warmup", type=int, default=WARMUP, metavar="N", help=f"steps before those (default: {WARMUP})")
+    work("--warmup", type=int, default=3, metavar="N", help="steps before those (default: 3)")
     work("--image-size", type=int, default=IMAGE_SIZE, metavar="N", help=f"for the ResNets (default: {IMAGE_SIZE})")
     work("--seed", type=int, default=0, metavar="N", help="of parameters, data and the order of launches (default: 0)")
     work("--script", metavar="FILE", help="your own program that calls dd.wrap_optimizer, instead of a model")
@@ -123,7 +121,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Launch the contenders in turn and report the fastest candidate; return 1 if there is no valid comparison."""
     check_arguments(args)
-    for name in (*REQUIRED, *(REQUIRED_FOR_OUTPUT if args.output is not None else ())):
+    for name in ("pydantic", "rich", "scipy", *(("jinja2", "matplotlib") if args.output is not None else ())):
         if find_spec(name) is None:
             raise UsageError(f"dualdist compare needs {name}: pip install 'dualdist[compare]'")
     from dualdist.bench.compare.metrics import summarize
@@ -167,13 +165,15 @@ def _make_folder(folder: Path) -> Path:
 
 def _launch_all(schedule: LaunchSchedule) -> tuple[list[Launch], int]:
     """Return all launches, also after an interrupt, and the exit status."""
-    from dualdist.bench.compare.runner import print_progress
+    from dualdist.bench.compare.runner import format_duration
 
     launches: list[Launch] = []
     label = "started"
 
     def show() -> None:
-        print_progress(label, len(launches), len(launches) + len(schedule.remaining), schedule.remaining_s())
+        done, left = len(launches), format_duration(schedule.remaining_s())
+        words = f"[{done}/{done + len(schedule.remaining)}] {label} (about {left} left)"
+        print(words, file=sys.stderr, flush=True)
 
     try:
         with termination_raises():
@@ -243,16 +243,16 @@ def select_contenders(
     facts = find_facts(args, settings.site, is_script=args.script is not None)
     if args.device == "cuda" and not facts.gpus:
         raise UsageError("--device cuda, but torch sees no GPU here")
-    backends = _split(args.backends) or registry.names()
-    launchers = [LAUNCHER] if args.slow_link is not None and args.launchers is None else _split(args.launchers)
-    configs = expand_configs(launchers, backends, _split(args.transports), os.environ)
+    backends = split_words(args.backends) or registry.names()
+    launchers = [LAUNCHER] if args.slow_link is not None and args.launchers is None else split_words(args.launchers)
+    configs = expand_configs(launchers, backends, split_words(args.transports), os.environ)
     reasons = refusal_reasons(configs, settings, facts)
     refused = [RefusedContender(Contender(DUALDIST, config), reason) for config, reason in reasons.items()]
     contenders = [Contender(DUALDIST, config) for config in configs if config not in reasons]
     if not contenders:
         lines = [f"{each.contender.label}: {error_summary(each.reason)}" for each in refused]
         raise UsageError("\n  ".join(["no candidate can run here:", *lines]))
-    names = list(dict.fromkeys(DEFAULT_BASELINES if args.baselines is None else _split(args.baselines) or []))
+    names = list(dict.fromkeys(DEFAULT_BASELINES if args.baselines is None else split_words(args.baselines)))
     for name in names:
         require_choice(name, BASELINES, "baseline")
     if args.script is not None:
@@ -264,7 +264,7 @@ def select_contenders(
         first = contenders[0].config
         slowdown = 1 + args.self_check / 100
         contenders += [Contender(DUALDIST, first, copy=1), Contender(DUALDIST, first, slowdown, copy=2)]
-    compressions = [check_method(name) for name in _split(args.compression) or []]
+    compressions = [check_method(name) for name in split_words(args.compression)]
     contenders += [Contender(name, each.config) for each in contenders if each.is_candidate for name in compressions]
     contenders += [each for each in baselines if isinstance(each, Contender)]
     contenders += ordered_checks(contenders, settings.ranks, uses_gpus=facts.uses_gpus)
@@ -274,22 +274,13 @@ def select_contenders(
 
 def find_facts(args: argparse.Namespace, site: Site, *, is_script: bool = False) -> MachineFacts:
     """Return the properties of this machine that decide which configurations can run."""
-    gpus = 0 if args.device == "cpu" else _count_gpus(site)
+    gpus = 0
+    if args.device != "cpu" and not versions().get("torch", "").endswith("+cpu"):
+        probe = probe_torch(os.environ)  # in another process: torch is slow to import, and may be broken
+        if isinstance(probe, str):
+            raise LaunchError(f"torch cannot be imported by {site.python}: {probe}")
+        gpus = probe.gpus
     return MachineFacts(gpus, args.device, installed_backends(), SLURM_JOB in os.environ, is_script)
-
-
-def _count_gpus(site: Site) -> int:
-    """Return how many GPUs torch sees, from a separate process: torch is slow to import, and may be broken."""
-    if versions().get("torch", "").endswith("+cpu"):
-        return 0
-    probe = probe_torch(os.environ)
-    if isinstance(probe, str):
-        raise LaunchError(f"torch cannot be imported by {site.python}: {probe}")
-    return probe.gpus
-
-
-def _split(text: str | None) -> list[str] | None:
-    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
 def make_work(args: argparse.Namespace) -> TrainOptions | UserScript:

@@ -14,7 +14,14 @@ from typing import Any, TextIO
 
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
-from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
+from dualdist.bench.jobs import (
+    MachineFacts,
+    MeasurementSettings,
+    RunConfig,
+    expand_configs,
+    refusal_reasons,
+    split_words,
+)
 from dualdist.cli.help_formatter import set_completions
 from dualdist.doctor import hosts, smoke_test
 from dualdist.doctor.checks import Level
@@ -204,8 +211,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _configs(args: argparse.Namespace) -> list[RunConfig]:
     """Return the configurations that --run tests; raise UsageError for unknown names."""
-    launchers, backends = _split(args.launchers) or MULTI_RANK_LAUNCHERS, _split(args.backends)
-    return expand_configs(launchers, backends or registry.names(), None, os.environ)
+    launchers, backends = split_words(args.launchers) or MULTI_RANK_LAUNCHERS, split_words(args.backends)
+    return expand_configs(launchers, backends or registry.names(), (), os.environ)
 
 
 def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
@@ -263,10 +270,6 @@ def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Di
         "skipped": [{**asdict(config), "reason": reason} for config, reason in refused.items()],
     }
     return diagnosis.with_findings(smoke_test.find(results)), report
-
-
-def _split(text: str | None) -> list[str]:
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 def _log(line: str) -> None:

@@ -23,12 +23,12 @@ GPUS = replace(FACTS, gpus=2)
 
 
 def test_by_default_every_transport_runs_by_the_launcher_that_fits_it() -> None:
-    found = expand_configs(None, ["native", "horovod"], None, {})
+    found = expand_configs([], ["native", "horovod"], [], {})
     assert [(each.launcher, each.backend, each.transport) for each in found] == [
         *(("torchrun", "native", transport) for transport in ("shm", "gloo", "nccl")),
         *(("torchrun", "horovod", "gloo"), ("mpirun", "horovod", "mpi"), ("torchrun", "horovod", "nccl")),
     ]
-    assert {each.launcher for each in expand_configs(None, ["native"], None, {"SLURM_JOB_ID": "7"})} == {"srun"}
+    assert {each.launcher for each in expand_configs([], ["native"], [], {"SLURM_JOB_ID": "7"})} == {"srun"}
 
 
 def test_every_requested_combination_runs_or_refused_with_a_reason() -> None:
@@ -133,10 +133,10 @@ def test_without_a_runnable_candidate_the_error_lists_the_reasons() -> None:
 @pytest.mark.parametrize(
     ("launchers", "backends", "transports", "expected"),
     [
-        (None, ["nativ"], None, "backend 'nativ': expected one of native"),
-        (None, ["single"], None, "backend 'single': expected one of native"),
-        (None, ["native"], ["tcp"], "transport 'tcp': expected one of shm"),
-        (["torchrn"], ["native"], None, "did you mean 'torchrun'"),
+        ([], ["nativ"], [], "backend 'nativ': expected one of native"),
+        ([], ["single"], [], "backend 'single': expected one of native"),
+        ([], ["native"], ["tcp"], "transport 'tcp': expected one of shm"),
+        (["torchrn"], ["native"], [], "did you mean 'torchrun'"),
     ],
 )
 def test_unknown_names_are_refused(launchers: Any, backends: Any, transports: Any, expected: str) -> None:

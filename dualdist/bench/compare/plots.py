@@ -12,7 +12,6 @@ from dualdist.bench.compare.metrics import ComparisonResult, ContenderMetrics
 from dualdist.bench.compare.runner import NOT_AVERAGED
 from dualdist.bench.compare.verdict import relative_difference
 from dualdist.bench.report import format_size
-from dualdist.bench.statistics import MedianInterval
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, and four that also stand out on both papers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#B8A800", "#9A6FD0", "#A65628")
@@ -192,7 +191,10 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
                 places = [place + shift for place in range(len(shown))]
                 for prefix, fill, label in (("", colour, contender.label), ("raw_", PAPER, None)):
                     values = [getattr(found[nbytes], prefix + name) for nbytes in shown]
-                    _draw_spread(axes, places, values, scale, colour, fill, label)
+                    sides = [(each.value - each.low, each.high - each.value) for each in values]
+                    spread = [[max(0.0, scale * each) for each in side] for side in zip(*sides, strict=True)]
+                    style = {"color": colour, "label": label, "markerfacecolor": fill, "elinewidth": 1.2}
+                    axes.errorbar(places, [scale * each.value for each in values], spread, fmt="o", **style)
             axes.set_xticks(range(len(shown)), [format_size(size) for size in shown])
             axes.set_xlim(-0.5, len(shown) - 0.5)
             axes.set_xlabel("size")
@@ -215,24 +217,6 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
     alt = f"Allreduce of {ends}: {'; '.join(map(describe, contenders))}"
     subtitle = "filled: dualdist; hollow: the raw library; line: spread over launches"
     return _render("Allreduce", subtitle, alt, 2.6, draw, contenders, panels=2)
-
-
-def _draw_spread(
-    axes: Any,
-    places: Sequence[float],
-    values: Sequence[MedianInterval],
-    scale: float,
-    colour: str,
-    fill: str,
-    label: Any,
-) -> None:
-    """Draw medians with their intervals."""
-    middle = [scale * each.value for each in values]
-    spread = [[scale * (e.value - e.low) for e in values], [scale * (e.high - e.value) for e in values]]
-    marker = {"fmt": "o", "markerfacecolor": fill, "elinewidth": 1.2}
-    axes.errorbar(
-        places, middle, [[max(0.0, each) for each in row] for row in spread], color=colour, label=label, **marker
-    )
 
 
 def _draw_losses(losses: Losses, colours: Mapping[str, str]) -> Plot:

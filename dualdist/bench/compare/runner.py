@@ -3,12 +3,12 @@
 import math
 import random
 import shutil
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from dualdist.backends import registry
 from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside
@@ -169,30 +169,30 @@ class Comparison:
     def launch(self, contender: Contender, number: int) -> Launch:
         """Run the job of a contender in a round; a failed launch holds the error."""
         planned, began, start = self.plan_job(contender, number), time.time(), time.monotonic()
-        batch = None if isinstance(self.work, UserScript) else self._train_options(contender, self.work).batch
-        result = Launch(
+        found: dict[str, Any] = {}
+        try:
+            reports = run_job(planned, self.settings.timeout_s)
+            ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(contender)]]
+            found["ranks"] = ranks
+            found["allreduce"] = reports[-1] if len(reports) > len(ranks) else None
+            found["error"] = record_error(contender, ranks)
+            is_srun = contender.config.launcher == "srun"
+            found["foreign_cores"] = foreign_cores_beside(ranks) if is_srun else reports[0][FOREIGN]
+        except LaunchError as error:
+            hint = NO_STEPS if isinstance(self.work, UserScript) and "it left no report" in str(error) else ""
+            found["error"] = hint + str(error)
+        finally:
+            shutil.rmtree(planned.tags["folder"], ignore_errors=True)
+        return Launch(
             contender=contender.key,
             label=contender.label,
             round=number,
             began=began,
-            seconds=0,
+            seconds=time.monotonic() - start,
             command=planned.command_line,
-            batch=batch,
+            batch=None if isinstance(self.work, UserScript) else self._train_options(contender, self.work).batch,
+            **found,
         )
-        try:
-            reports = run_job(planned, self.settings.timeout_s)
-            ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(contender)]]
-            allreduce = reports[-1] if len(reports) > len(ranks) else None
-            foreign = foreign_cores_beside(ranks) if contender.config.launcher == "srun" else reports[0][FOREIGN]
-            error = record_error(contender, ranks)
-            update = {"ranks": ranks, "allreduce": allreduce, "error": error, "foreign_cores": foreign}
-            result = result.model_copy(update=update)
-        except LaunchError as error:
-            hint = NO_STEPS if isinstance(self.work, UserScript) and "it left no report" in str(error) else ""
-            result = result.model_copy(update={"error": hint + str(error)})
-        finally:
-            shutil.rmtree(planned.tags["folder"], ignore_errors=True)
-        return result.model_copy(update={"seconds": time.monotonic() - start})
 
 
 def record_error(contender: Contender, ranks: Sequence[RankRecord]) -> str | None:
@@ -359,11 +359,6 @@ class LaunchSchedule:
         known = {key: median(each.seconds for each in found) for key, found in self._launches.items()}
         guess = median(known.values()) if known else FIRST_GUESS_S
         return sum(known.get(contender.key, guess) for contender in contenders)
-
-
-def print_progress(label: str, done: int, total: int, left_s: float) -> None:
-    """Print how many launches are done, of how many, and the time left."""
-    print(f"[{done}/{total}] {label} (about {format_duration(left_s)} left)", file=sys.stderr, flush=True)
 
 
 def format_duration(seconds: float) -> str:
