@@ -151,7 +151,9 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
 
         report_at_shutdown(session)
     if plan is not None and _process.recorder is None:
-        _process.recorder = _recorder(session, *plan, began)
+        from dualdist.diagnostics.recording import recorder_of
+
+        _process.recorder = recorder_of(session, *plan, began)
 
 
 def requested_choice(backend: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -207,10 +209,10 @@ def _start_timeline(session: Session, path: str) -> None:
     """Trace the session; the file is complete after shutdown()."""
     from dualdist.diagnostics.timeline import start_timeline
 
-    backend, topology = session.backend, session.topology
-    about = {"backend": f"{backend.name} over {backend.transport}", "launcher": topology.launcher}
+    backend = session.backend
+    about = f"{backend.name} over {backend.transport}, {session.topology.launcher}"
     try:
-        _process.timeline = start_timeline(path, session.world, _process.sessions - 1, **about)
+        _process.timeline = start_timeline(path, session.world, _process.sessions - 1, about)
     except UsageError:
         _process.session = None
         session.close()
@@ -227,16 +229,6 @@ def set_observers(
     group.observer, group.monitor.observer = operations, moves
     if _process.timeline is not None:
         _process.timeline.listener.observe(group)
-
-
-def _recorder(session: Session, folder: Path, warmup: int, steps: int, began: float) -> Recorder:
-    """Return the recorder of step times for `dualdist compare`."""
-    from dualdist.diagnostics import recording
-
-    topology, backend = session.topology, session.backend
-    plan = recording.RecordingPlan(Path(folder, f"rank-{topology.rank}.json"), warmup, steps)
-    run = recording.describe_run(topology, backend.name, backend.transport, session.device)
-    return recording.Recorder(plan, {"rank": topology.rank, **run}, session.device, began)
 
 
 def _print_choice(message: str) -> None:

@@ -3,6 +3,8 @@
 A user's program is recorded unmodified, if the variables of session.py request it; see Recorder.attach.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import functools
@@ -15,14 +17,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dualdist.collectives.consistency import digest
-from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
 from dualdist.utils.output_file import write_atomically
+
+if TYPE_CHECKING:
+    from dualdist.rendezvous.open_session import Session
 
 FOLDER = "/proc/self/fd"
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked is at byte 120, since Linux 4.1.
@@ -44,23 +48,17 @@ def tcp_bytes_sent() -> int:
 SAMPLE = 1024  # elements that are compared where parameters need not agree bit by bit
 
 
-@dataclass(frozen=True)
-class RecordingPlan:
-    """The file to write, and the steps to time: `steps` after `warmup` untimed ones."""
-
-    path: Path
-    warmup: int
-    steps: int
-
-
 @dataclass
 class Recorder:
     """Collects the steps of one rank and writes them once, after the last planned step or at exit.
 
-    `began` and `ready` are the times of day at which this rank started and had finished rendezvous.
+    `steps` are timed after `warmup` untimed ones. `began` and `ready` are the times of day at which this rank started
+    and had finished rendezvous.
     """
 
-    plan: RecordingPlan
+    path: Path
+    warmup: int
+    steps: int
     run: Mapping[str, Any]  # from describe_run
     device: torch.device
     began: float
@@ -79,7 +77,7 @@ class Recorder:
 
     @property
     def is_complete(self) -> bool:
-        return len(self._ends) >= self.plan.warmup + self.plan.steps
+        return len(self._ends) >= self.warmup + self.steps
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         """Sample the parameters before the first step; later calls do nothing."""
@@ -93,7 +91,7 @@ class Recorder:
         self._losses.append(None if loss is None else loss.detach().clone())
         if len(self._ends) == 1:
             self._first_step = time.time()
-        if len(self._ends) == self.plan.warmup:
+        if len(self._ends) == self.warmup:
             self._at_warm = (tcp_bytes_sent(), read_cpu())
 
     def write(self, parameters: Iterable[torch.Tensor], sent_bytes: int | None = None) -> None:
@@ -102,7 +100,7 @@ class Recorder:
             return
         self._is_written = True
         sent_before, cpu_before = self._at_warm
-        sent, timed = tcp_bytes_sent(), max(0, len(self._ends) - self.plan.warmup)
+        sent, timed = tcp_bytes_sent(), max(0, len(self._ends) - self.warmup)
         cpu = None if cpu_before is None else CpuUse.between(cpu_before, read_cpu())
         parameters = list(parameters)
         # The largest machine epsilon of the parameters' dtypes.
@@ -112,7 +110,7 @@ class Recorder:
             "began": self.began,
             "ready": self.ready,
             "first_step": self._first_step,
-            "warmup": self.plan.warmup,
+            "warmup": self.warmup,
             "ends": [end - self._ends[0] for end in self._ends],
             "losses": [None if loss is None else float(loss) for loss in self._losses],
             "digest": digest(parameters),
@@ -129,8 +127,8 @@ class Recorder:
             "machine_s": None if cpu is None else cpu.machine_s,
             "own_s": None if cpu is None else cpu.own_s,
         }
-        self.plan.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.plan.path, json.dumps(record))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps(record))
 
     def attach(
         self,
@@ -150,7 +148,7 @@ class Recorder:
             return
         self._reduction, self._sent_bytes = reduction, sent_bytes
         self._wrap_backward()
-        atexit.register(self._write_at_exit, os.getpid())
+        atexit.register(self.finish, os.getpid())
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
@@ -182,12 +180,9 @@ class Recorder:
             self.finish()
             raise SystemExit(0)
 
-    def finish(self) -> None:
-        """Write the record of a program that is complete."""
-        self._write_at_exit(os.getpid())
-
-    def _write_at_exit(self, pid: int) -> None:
-        if pid == os.getpid():  # not in a forked child
+    def finish(self, pid: int | None = None) -> None:
+        """Write the record of a program, in the process `pid` only: not in a forked child."""
+        if pid in (None, os.getpid()):
             self.write(self._parameters(), self._sent_bytes(self._optimizers))
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -195,18 +190,24 @@ class Recorder:
         return [parameter for group in groups for parameter in group["params"]]
 
 
-def describe_run(topology: Topology, backend: str, transport: str, device: torch.device) -> dict[str, Any]:
+def recorder_of(opened: Session, folder: Path, warmup: int, steps: int, began: float) -> Recorder:
+    """Return the recorder of this rank of a session."""
+    rank, run = opened.topology.rank, describe_run(opened)
+    return Recorder(folder / f"rank-{rank}.json", warmup, steps, {"rank": rank, **run}, opened.device, began)
+
+
+def describe_run(opened: Session) -> dict[str, Any]:
     """Return the setup of a measurement: job, backend, device and versions."""
-    cuda = device.type == "cuda"
+    topology, cuda = opened.topology, opened.device.type == "cuda"
     return {
         "ranks": topology.size,
         "node_rank": topology.node_rank,
         "num_nodes": topology.num_nodes,
-        "backend": backend,
-        "transport": transport,
+        "backend": opened.backend.name,
+        "transport": opened.backend.transport,
         "launcher": topology.launcher,
         "mpi": topology.mpi,
-        "device": device_name(device),
+        "device": device_name(opened.device),
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if cuda else None,
         "threads": torch.get_num_threads(),

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -36,7 +37,6 @@ from dualdist.diagnostics.trace_format import (
     Event,
     TraceSpan,
     rank_events,
-    trace_document,
 )
 from dualdist.errors import DualdistError, UsageError
 from dualdist.utils.output_file import find_write_problem, write_atomically
@@ -50,13 +50,6 @@ EXCHANGES = 8  # to measure clock offsets
 Gather = Callable[[Any], list[Any]]  # all ranks' objects, in rank order
 
 
-class _OpenForwards(threading.local):
-    """Start times of this thread's forwards under way, the outermost first."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-
-
 class EventListener:
     """Collects spans of this rank from start() to stop(), from several threads."""
 
@@ -64,7 +57,7 @@ class EventListener:
         self.spans: list[TraceSpan] = []
         self.is_full = False
         self._open: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._forwards = _OpenForwards()
+        self._forwards = defaultdict[int, list[int]](list)  # when those under way began, by thread, the outermost first
         self._undo: list[Callable[[], None]] = []
         self._steps = 0
         self._last_step_ns = 0
@@ -148,10 +141,10 @@ class EventListener:
             self.is_full = True
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        self._forwards.starts.append(time.monotonic_ns())
+        self._forwards[threading.get_ident()].append(time.monotonic_ns())
 
     def _after_forward(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        starts = self._forwards.starts
+        starts = self._forwards[threading.get_ident()]
         start_ns = starts.pop() if starts else None  # None: it began before start()
         if start_ns is not None and not starts:  # only the outermost module is recorded
             self._keep(TraceSpan(COMPUTE, f"forward {type(module).__name__}", start_ns, time.monotonic_ns()))
@@ -281,12 +274,13 @@ class TimelineWriter:
         return found
 
     def _write(self, path: Path, events: Sequence[Event], error_ns: float) -> None:
-        metadata: dict[str, Any] = {"dualdist": __version__, "ranks": self._world.size}
-        metadata["clocks_apart_us_at_most"] = round(error_ns / 1e3, 3)
+        about: dict[str, Any] = {"dualdist": __version__, "ranks": self._world.size}
+        about["clocks_apart_us_at_most"] = round(error_ns / 1e3, 3)
         if self.listener.is_full:
-            metadata["truncated"] = True
+            about["truncated"] = True
             print(f"dualdist: {path} has the first part of the run only: too many events", file=sys.stderr)
-        write_atomically(path, json.dumps(trace_document(events, **metadata)))
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        write_atomically(path, json.dumps(document))
 
     def _write_part(self, pid: int) -> None:
         """Write this rank's part at exit if shutdown() was not called; a rank that finds all parts merges them."""
@@ -317,7 +311,7 @@ class TimelineWriter:
             part.unlink(missing_ok=True)
 
 
-def start_timeline(path: str, world: Group, number: int, **about: Any) -> TimelineWriter:
+def start_timeline(path: str, world: Group, number: int, about: str) -> TimelineWriter:
     """Start the timeline of this process's `number`th session, from 0; every rank must call this.
 
     A rank that joined an elastic job later has had fewer sessions than the others, whose earlier traces are kept.
@@ -326,8 +320,7 @@ def start_timeline(path: str, world: Group, number: int, **about: Any) -> Timeli
     number = max(allgather_object(world, number))
     if number:
         file = file.with_stem(f"{file.stem}-{number + 1}")
-    details = ", ".join(str(value) for value in about.values())
-    return TimelineWriter(file, world, f"rank {world.rank} ({socket.gethostname().partition('.')[0]}, {details})")
+    return TimelineWriter(file, world, f"rank {world.rank} ({socket.gethostname().partition('.')[0]}, {about})")
 
 
 def _part_path(path: Path, rank: int) -> Path:

@@ -5,7 +5,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +73,6 @@ def _complete(rank: int, tid: int, span: TraceSpan, clock: ClockModel) -> Iterat
         event = {"name": name, "cat": span.track, "ph": "X", "pid": rank, "tid": tid, "ts": start_us}
         event["dur"] = round(max(0.0, end_us - start_us), 3)
         yield {**event, "args": span.args} if number == 0 and span.args else event
-
-
-def trace_document(events: Iterable[Event], **about: Any) -> dict[str, Any]:
-    """Return the content of a trace file."""
-    return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": about}
 
 
 @dataclass(frozen=True)

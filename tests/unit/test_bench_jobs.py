@@ -56,7 +56,7 @@ from dualdist.bench.slow_link import require_slow_link
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
-from dualdist.diagnostics.recording import Recorder, RecordingPlan
+from dualdist.diagnostics.recording import Recorder
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
 from dualdist.utils.machine import CpuUse
@@ -298,7 +298,7 @@ class Derived(torch.optim.SGD):
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # restored afterwards
     monkeypatch.setattr(atexit, "register", lambda *_: None)
-    return Recorder(RecordingPlan(tmp_path / "rank-0.json", 1, STEPS - 1), {}, torch.device("cpu"), 0.0)
+    return Recorder(tmp_path / "rank-0.json", 1, STEPS - 1, {}, torch.device("cpu"), 0.0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Derived])
@@ -320,7 +320,7 @@ def test_a_step_counts_once_even_if_it_calls_the_base_classs_step(
 
     with pytest.raises(SystemExit):
         train()
-    kept = json.loads(recorder.plan.path.read_text())
+    kept = json.loads(recorder.path.read_text())
     assert (next(taken), len(kept["ends"])) == (STEPS + 1, STEPS)
     assert kept["losses"] == [2.0, 2.0, -3.0, -16.0, -40.0]
     assert kept["reduction"] == "unordered"

@@ -33,7 +33,7 @@ from dualdist.bench.ranks.training import (
 )
 from dualdist.bench.statistics import max_foreign_cores
 from dualdist.collectives.consistency import digest
-from dualdist.diagnostics.recording import Recorder, RecordingPlan, describe_run
+from dualdist.diagnostics.recording import recorder_of
 from dualdist.errors import CollectiveError, UnsupportedError
 from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, peak_kib, read_cpu, reset_peak, resident_kib
@@ -275,9 +275,7 @@ def train(options: TrainOptions, folder: Path, start_time: float) -> dict[str, A
         Timings of allreduces of `options.sizes`, or why they cannot be measured; None without sizes.
     """
     device = dd.device()
-    run = describe_run(session.current().topology, dd.backend(), dd.transport(), device)
-    plan = RecordingPlan(folder / f"rank-{dd.rank()}.json", options.warmup, options.steps)
-    recorder = Recorder(plan, {"rank": dd.rank(), **run}, device, start_time)
+    recorder = recorder_of(session.current(), folder, options.warmup, options.steps, start_time)
     with torch_group(device, options.timeout_s, is_needed=options.method in TORCH_METHODS):
         cases = _batches(options, device)
         trainer = make_trainer(options.method, cases[0], device)

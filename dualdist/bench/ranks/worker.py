@@ -79,8 +79,7 @@ def _measure_in_session(measure: Callable[[Any], Report | None], options: Any, p
             raise UnsupportedError(
                 "--device cuda, but torch sees no GPU here: leave it out, or hide no GPU from the ranks"
             )
-        opened = session.current()
-        run = recording.describe_run(opened.topology, dd.backend(), dd.transport(), opened.device)
+        run = recording.describe_run(session.current())
         found = measure(options)
         is_root = dd.rank() == 0
     finally:
