@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
 import threading
 import time
@@ -132,13 +131,13 @@ def _build_wheel(build: plan.BuildPlan, environ: Mapping[str, str], progress: Bu
         work = Path(folder)
         progress.print("downloading the sources")
         run_command(plan.download(build, work), environ, title=f"downloading horovod=={HOROVOD_VERSION}", log=build.log)
-        unpack(work / f"horovod-{HOROVOD_VERSION}.tar.gz", work)
-        source = plan.source_folder(build, work)
+        shutil.unpack_archive(work / f"{plan.SOURCE_FOLDER}.tar.gz", work)
+        source = work / plan.SOURCE_FOLDER
         patches.apply(source, build.patches)
         (source / "horovod" / RECORD_NAME).write_text(to_json(build.record))
         if build.options.gpu and build.machine.nccl:
-            plan.nccl_folder(work).mkdir()
-            (plan.nccl_folder(work) / "libnccl.so").symlink_to(build.machine.nccl.library)
+            (work / plan.NCCL_FOLDER).mkdir()
+            (work / plan.NCCL_FOLDER / "libnccl.so").symlink_to(build.machine.nccl.library)
         progress.print(f"compiling (some minutes; the output goes to {build.log})")
         title = "building Horovod"
         run_command(plan.build(build, work), environ, title=title, log=build.log, on_line=progress.on_line)
@@ -177,27 +176,13 @@ def _test(build: plan.BuildPlan, environ: Mapping[str, str], progress: BuildProg
     progress.print(f"installed {plan.summarize(build.record)}")
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Extract an sdist into the folder."""
-    try:
-        shutil.unpack_archive(archive, folder)
-    except (OSError, tarfile.TarError) as error:
-        raise BuildError(f"{archive.name} could not be unpacked in {folder}: {error}") from error
-
-
 def explain_failure(lines: Sequence[str], title: str) -> str:
-    """Return the cause of a failure and the output lines that show it."""
+    """Return the cause of a failure and the output lines that show it, or the last lines."""
     text = "\n".join(lines)
     pattern, reason = next((cause for cause in CAUSES if cause[0].search(text)), (FIRST_ERROR, ""))
-    shown = (f"    {line.strip()[:SHOWN_WIDTH]}" for line in error_lines(lines, pattern))
+    first = next((i for i, line in enumerate(lines) if pattern.search(line)), max(0, len(lines) - SHOWN_LINES))
+    shown = (f"    {line.strip()[:SHOWN_WIDTH]}" for line in lines[first : first + SHOWN_LINES] if line.strip())
     return "\n".join((f"{title} failed{reason}", *shown))
-
-
-def error_lines(lines: Sequence[str], pattern: re.Pattern[str] = FIRST_ERROR) -> list[str]:
-    """Return the first match of the pattern and the lines after it, or the last lines."""
-    first = next((i for i, line in enumerate(lines) if pattern.search(line)), None)
-    chosen = lines[-SHOWN_LINES:] if first is None else lines[first : first + SHOWN_LINES]
-    return [line for line in chosen if line.strip()]
 
 
 def run_command(

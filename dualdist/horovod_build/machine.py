@@ -1,4 +1,4 @@
-"""The machine and the options of a build of Horovod: probe the machine, and check that the build can start."""
+"""The machine and the options of a build of Horovod: probe the machine, and require what a build needs."""
 
 import importlib.util
 import os
@@ -99,17 +99,6 @@ class BuildOptions:
     jobs: int | None = None
 
 
-def check_requirements(options: BuildOptions, machine: BuildMachine) -> None:
-    """Raise BuildError, naming what is missing and what to type, if the build cannot start."""
-    require_torch(machine)
-    _check_packages(machine)
-    _check_tools(machine)
-    if options.mpi:
-        require_mpi(machine)
-    if options.gpu:
-        require_cuda_nccl(machine)
-
-
 def require_torch(machine: BuildMachine) -> TorchProbe:
     """Return the installed torch, if Horovod can be built for it."""
     torch, pip = machine.torch, _pip(machine)
@@ -133,7 +122,8 @@ def _pip(machine: BuildMachine) -> str:
     return f"{machine.python} -m pip install"
 
 
-def _check_packages(machine: BuildMachine) -> None:
+def require_tools(machine: BuildMachine) -> None:
+    """Raise BuildError unless there are the packages and programs of a build."""
     if machine.missing_packages:
         missing = " ".join(machine.missing_packages)
         raise BuildError(f"the build needs Python packages that are not installed: {_pip(machine)} {missing}")
@@ -142,9 +132,6 @@ def _check_packages(machine: BuildMachine) -> None:
             f"setuptools {machine.setuptools} is installed, but Horovod's build needs setuptools <= {LAST_SETUPTOOLS}: "
             f"{_pip(machine)} 'setuptools<{LAST_SETUPTOOLS + 1}'"
         )
-
-
-def _check_tools(machine: BuildMachine) -> None:
     if machine.cxx is None:
         raise BuildError(
             "no C++ compiler found (c++ on PATH, or the variable CXX); install one (Debian: apt-get install g++; "

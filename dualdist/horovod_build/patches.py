@@ -1,6 +1,5 @@
 """Patches of Horovod's sources, each an exact text that must be present."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +25,12 @@ class SourcePatch:
 
 def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[SourcePatch, ...]:
     """Return all patches for torch's C++ standard and an MPI in `library_dirs` outside Python's prefix."""
-    return (*_build_patches(cxx_standard, library_dirs), *_source_patches())
-
-
-def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[SourcePatch, ...]:
     library_path = ";".join((*RELATIVE_LIBRARY_DIRS, *library_dirs))
     standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
     output_name = 'set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")'
+    sets = "horovod/common/process_set.cc"
+    blocked = "submitting an operation blocked, holding the GIL, until the background threads of all ranks had replied"
+    allgather = "global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);"
     return (
         SourcePatch("CMakeLists.txt", *standard, f"torch's headers require C++{cxx_standard}"),
         SourcePatch("horovod/torch/CMakeLists.txt", *standard, f"torch's headers require C++{cxx_standard}"),
@@ -68,14 +66,6 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Sour
             f"zip_safe=False,\n      package_data={{'horovod': ['{RECORD_NAME}']}},",
             "the wheel contains its build record",
         ),
-    )
-
-
-def _source_patches() -> tuple[SourcePatch, ...]:
-    sets = "horovod/common/process_set.cc"
-    why = "submitting an operation blocked, holding the GIL, until the background threads of all ranks had replied"
-    allgather = "global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);"
-    return (
         SourcePatch(
             "horovod/common/gloo/gloo_context.cc",
             "assert(global_context.IsEnabled());",
@@ -86,9 +76,9 @@ def _source_patches() -> tuple[SourcePatch, ...]:
             sets,
             "std::lock_guard<std::recursive_mutex> guard(mutex);\n\n  auto locally_registered_count",
             "std::unique_lock<std::recursive_mutex> guard(mutex);\n\n  auto locally_registered_count",
-            why,
+            blocked,
         ),
-        SourcePatch(sets, allgather, f"guard.unlock();\n  {allgather}\n  guard.lock();", why),
+        SourcePatch(sets, allgather, f"guard.unlock();\n  {allgather}\n  guard.lock();", blocked),
         SourcePatch(
             sets,
             "for (auto id : Ids()) {\n      bool newly_registered",
@@ -124,20 +114,6 @@ def _source_patches() -> tuple[SourcePatch, ...]:
     )
 
 
-def digest(patches: Sequence[SourcePatch]) -> str:
-    """Return a hash of the patches."""
-    changes = [(patch.path, patch.old, patch.new) for patch in patches]
-    return hashlib.sha256(repr(changes).encode()).hexdigest()[:16]
-
-
-def patch_text(text: str, patch: SourcePatch) -> str:
-    """Return the patched text; raise BuildError if it is not the text that the patch is for."""
-    count = text.count(patch.old)
-    if count != 1:
-        raise BuildError(f"{patch.path} has {patch.old!r} {count} times, expected 1 ({patch.why}): {ADVICE}")
-    return text.replace(patch.old, patch.new)
-
-
 def apply(source: Path, patches: Sequence[SourcePatch]) -> None:
     """Patch the unpacked sources; if one patch does not apply, raise BuildError and change nothing."""
     texts: dict[Path, str] = {}
@@ -149,6 +125,8 @@ def apply(source: Path, patches: Sequence[SourcePatch]) -> None:
             raise BuildError(
                 f"this sdist of Horovod has no {patch.path}, which must be patched ({patch.why}): {ADVICE}"
             ) from error
-        texts[path] = patch_text(text, patch)
+        if (count := text.count(patch.old)) != 1:
+            raise BuildError(f"{patch.path} has {patch.old!r} {count} times, expected 1 ({patch.why}): {ADVICE}")
+        texts[path] = text.replace(patch.old, patch.new)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

@@ -12,12 +12,12 @@ from dualdist.horovod_build.machine import (
     BuildMachine,
     BuildOptions,
     MpiInstallation,
-    check_requirements,
     require_cuda_nccl,
     require_mpi,
+    require_tools,
     require_torch,
 )
-from dualdist.horovod_build.patches import SourcePatch, digest, patches_for
+from dualdist.horovod_build.patches import SourcePatch, patches_for
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
 
 # For two ranks of root on one core; other MPIs ignore these. PRTE is Open MPI 5.
@@ -29,8 +29,11 @@ OPENMPI_VARIABLES = (
     ("OMPI_MCA_plm_rsh_agent", "ssh:rsh:false"),
     ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
 )
-# The temporary folder in the output of --dry-run.
+# The temporary folder in the output of --dry-run, and folders in it: of the sdist, and of a link libnccl.so, as PyPI's
+# package only has libnccl.so.2, which linkers do not search.
 WORK_PLACEHOLDER = "dualdist-horovod-XXXXXX"
+SOURCE_FOLDER = f"horovod-{HOROVOD_VERSION}"
+NCCL_FOLDER = "nccl"
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,15 @@ class BuildPlan:
 
 def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bool = False) -> BuildPlan:
     """Return the plan for a machine; raise BuildError if it lacks a requirement."""
-    check_requirements(options, machine)
     torch = require_torch(machine)
+    require_tools(machine)
     mpi = require_mpi(machine) if options.mpi else None
     cuda, nccl = require_cuda_nccl(machine) if options.gpu else (None, None)
     if torch.cuda and cuda is None:
         # Horovod's build uses CUDA if torch does and a toolkit is found.
         cuda = machine.cuda
     patches = patches_for(machine.torch_cxx_standard, mpi.library_dirs if mpi else ())
+    changes = [(patch.path, patch.old, patch.new) for patch in patches]
     inputs = {
         "horovod": HOROVOD_VERSION,
         "torch": [torch.version, torch.git, torch.cxx11_abi, torch.cuda],
@@ -97,7 +101,7 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         "mpi": [mpi.vendor, *mpi.version.split(".")[:2]] if mpi else None,
         "cuda": cuda.version if cuda else None,
         "nccl": nccl.version if nccl else None,
-        "patches": digest(patches),
+        "patches": hashlib.sha256(repr(changes).encode()).hexdigest()[:16],
         "debug": debug,
     }
     record = BuildRecord(
@@ -128,7 +132,7 @@ def build(plan: BuildPlan, work: Path) -> BuildCommand:
     """Return the command that builds a wheel in work/wheel from the patched sources."""
     pip = (plan.machine.python, "-m", "pip", "wheel", "--disable-pip-version-check", "--verbose", "--no-cache-dir")
     offline = ("--no-index", "--no-deps", "--no-build-isolation")
-    paths = ("--wheel-dir", str(work / "wheel"), str(source_folder(plan, work)))
+    paths = ("--wheel-dir", str(work / "wheel"), str(work / SOURCE_FOLDER))
     return BuildCommand((*pip, *offline, *paths), _build_variables(plan, work))
 
 
@@ -149,11 +153,6 @@ def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
         variables = (*path, ("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi"), *OPENMPI_VARIABLES)
         commands["mpi"] = BuildCommand((mpi.mpirun, "-np", "2", *program, "mpi", device), variables)
     return commands
-
-
-def source_folder(plan: BuildPlan, work: Path) -> Path:
-    """Return the folder of the unpacked sdist."""
-    return work / f"horovod-{HOROVOD_VERSION}"
 
 
 def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]:
@@ -187,14 +186,9 @@ def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]
     if plan.record.cuda and machine.cuda:
         variables |= {"HOROVOD_CUDA_HOME": machine.cuda.home, "CUDA_HOME": machine.cuda.home}
     if gpu and machine.nccl:
-        variables |= {"HOROVOD_NCCL_INCLUDE": machine.nccl.include, "HOROVOD_NCCL_LIB": str(nccl_folder(work))}
+        variables |= {"HOROVOD_NCCL_INCLUDE": machine.nccl.include, "HOROVOD_NCCL_LIB": str(work / NCCL_FOLDER)}
         variables["HOROVOD_NCCL_LINK"] = "SHARED"
     return tuple(variables.items())
-
-
-def nccl_folder(work: Path) -> Path:
-    """Return the folder of a libnccl.so link: PyPI's package only has libnccl.so.2, which linkers do not search."""
-    return work / "nccl"
 
 
 def describe(plan: BuildPlan, work: Path, *, is_cached: bool) -> list[str]:

@@ -13,14 +13,7 @@ import pytest
 from dualdist.errors import BuildError
 from dualdist.horovod_build import install as cache
 from dualdist.horovod_build import plan
-from dualdist.horovod_build.install import (
-    BuildProgress,
-    command_environ,
-    error_lines,
-    explain_failure,
-    run_command,
-    unpack,
-)
+from dualdist.horovod_build.install import BuildProgress, command_environ, explain_failure, run_command
 from dualdist.horovod_build.machine import (
     BuildMachine,
     BuildOptions,
@@ -28,13 +21,12 @@ from dualdist.horovod_build.machine import (
     MpiInstallation,
     NcclInstallation,
     cache_folder,
-    check_requirements,
     parse_library_dirs,
     parse_mpi_macros,
     required_standard,
     search_path,
 )
-from dualdist.horovod_build.patches import SourcePatch, apply, digest, patch_text, patches_for
+from dualdist.horovod_build.patches import SourcePatch, apply, patches_for
 from dualdist.horovod_build.plan import BuildCommand
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord, from_json, to_json
 from dualdist.utils.package_probe import TorchProbe
@@ -59,7 +51,7 @@ def test_a_failure_is_explained_by_its_first_error(text: str, words: list[str]) 
     assert explanation.startswith("the step failed")
     for word in words:
         assert word in explanation
-    assert error_lines([str(n) for n in range(100)]) == ["94", "95", "96", "97", "98", "99"], "without an error"
+    assert explain_failure("abcdefghij", "the step").split() == ["the", "step", "failed", *"efghij"], "without an error"
 
 
 OPENMPI = "#define OMPI_MAJOR_VERSION 4\n#define OMPI_MINOR_VERSION 1\n#define OMPI_RELEASE_VERSION 8\n"
@@ -153,15 +145,6 @@ def test_a_timeout_does_not_wait_for_a_process_that_left_the_group_and_holds_the
     assert time.monotonic() - started < 4.0
 
 
-def test_files_that_cannot_be_used_are_build_errors(tmp_path: Path) -> None:
-    (tmp_path / "horovod.tar.gz").write_bytes(b"not a tar")
-    with pytest.raises(BuildError, match=r"horovod\.tar\.gz could not be unpacked"):
-        unpack(tmp_path / "horovod.tar.gz", tmp_path)
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
-        cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache" / "k1")
-
-
 NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
 RECORD = BuildRecord(horovod="0.28.1", torch="2.13.0+cpu", mpi=True, patches=("a: b",), key="k1")
 
@@ -182,6 +165,9 @@ def test_a_cached_wheel_is_found_by_its_key_only(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [NAME]
     again = make_wheel(tmp_path / "again")
     assert cache.cache_wheel(again, tmp_path / "cache").read_bytes() == again.read_bytes(), "it is replaced"
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
+        cache.cache_wheel(again, tmp_path / "file" / "k1")
 
 
 @pytest.mark.parametrize("damage", ["cut short", "a flipped bit", "empty", "no record"])
@@ -221,7 +207,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_patches_change_horovods_sources_and_have_different_digests(source: Path) -> None:
+def test_the_patches_change_horovods_sources(source: Path) -> None:
     apply(source, PATCHES)
     texts = {name: (source / name).read_text() for name in SOURCES}
     assert "set(CMAKE_CXX_STANDARD 20)" in texts["CMakeLists.txt"]
@@ -229,9 +215,6 @@ def test_the_patches_change_horovods_sources_and_have_different_digests(source: 
     assert 'torch/lib;$ORIGIN/../../nvidia/nccl/lib;/opt/mpi/lib")' in texts["horovod/torch/CMakeLists.txt"]
     assert "self.server.finished_list[scope].clear()" in texts["horovod/runner/http/http_server.py"]
     assert not any("distutils" in text for text in texts.values())
-    assert {patch.path for patch in patches_for(17, ())} == set(SOURCES)
-    assert digest(patches_for(17, ())) == digest(patches_for(17, ()))
-    assert len({digest(patches_for(*case)) for case in ((17, ()), (20, ()), (17, ("/opt/mpi/lib",)))}) == 3
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -239,8 +222,8 @@ def test_other_text_is_an_error_and_changes_nothing(source: Path, name: str) -> 
     (source / name).write_text("another version\n")
     with pytest.raises(BuildError, match=rf"{name} has .* 0 times, expected 1"):
         apply(source, patches_for(17, ()))
-    with pytest.raises(BuildError, match="2 times, expected 1"):
-        patch_text("a a", SourcePatch("f", "a", "b", "why"))
+    with pytest.raises(BuildError, match=r" [1-9] times, expected 1"):
+        apply(source, [SourcePatch(name, "e", "a", "why")])
     (source / name).unlink()
     with pytest.raises(BuildError, match=rf"no {name}"):
         apply(source, patches_for(17, ()))
@@ -266,6 +249,8 @@ MACHINE = BuildMachine(
 
 
 CPU, GLOO, GPU = BuildOptions(), BuildOptions(mpi=False), BuildOptions(gpu=True)
+PATH = "/venv/bin:/usr/bin"
+WORK = Path("/tmp/work")
 GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
 
 MISSING = [
@@ -296,31 +281,13 @@ def test_a_missing_requirement_is_named_with_its_fix(
     options: BuildOptions, machine: BuildMachine, words: list[str]
 ) -> None:
     with pytest.raises(BuildError) as caught:
-        check_requirements(options, machine)
+        plan.make_plan(options, machine, PATH)
     for word in words:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "machine"),
-    [
-        (CPU, MACHINE),
-        (GLOO, replace(MACHINE, mpi="mpicxx is not on PATH")),
-        (GPU, GPU_MACHINE),
-        (CPU, replace(MACHINE, torch=CUDA_TORCH, cuda=None)),
-        (CPU, replace(MACHINE, torch=replace(TORCH, version="3.0.0a0+gitabc"), torch_cxx_standard=20)),
-    ],
-)
-def test_a_machine_with_all_requirements_passes(options: BuildOptions, machine: BuildMachine) -> None:
-    check_requirements(options, machine)
-
-
-PATH = "/venv/bin:/usr/bin"
-WORK = Path("/tmp/work")
-
-
-def key(machine: BuildMachine = MACHINE, options: BuildOptions | None = None, debug: bool = False) -> str:
-    return plan.make_plan(options or BuildOptions(), machine, PATH, debug).key
+def key(machine: BuildMachine = MACHINE, options: BuildOptions = CPU, debug: bool = False) -> str:
+    return plan.make_plan(options, machine, PATH, debug).key
 
 
 def variables(build_plan: plan.BuildPlan) -> dict[str, str]:
@@ -329,6 +296,7 @@ def variables(build_plan: plan.BuildPlan) -> dict[str, str]:
 
 CHANGES = [
     replace(MACHINE, torch=replace(TORCH, version="2.12.0+cpu")),
+    replace(MACHINE, torch=replace(TORCH, version="3.0.0a0+gitabc")),
     replace(MACHINE, torch=replace(TORCH, git="0000")),
     replace(MACHINE, torch=replace(TORCH, cxx11_abi=False)),
     replace(MACHINE, torch_cxx_standard=20),
@@ -342,35 +310,22 @@ CHANGES = [
     GPU_MACHINE,
     replace(GPU_MACHINE, cuda=replace(CUDA, version="12.9")),
 ]
+OTHERS = [
+    replace(MACHINE, python="/other/bin/python", mpi=replace(MPI, compiler="/other/bin/mpicxx")),
+    replace(MACHINE, mpi=replace(MPI, version="4.1.9")),
+    replace(MACHINE, jobs=64),
+]
 
 
-def test_every_input_and_option_that_changes_the_wheel_changes_the_key() -> None:
-    keys = [key(), *map(key, CHANGES), key(debug=True)]
-    keys += [key(options=BuildOptions(mpi=False))]
+def test_what_changes_the_wheel_changes_the_key_and_nothing_else() -> None:
+    keys = [key(), *map(key, CHANGES), key(debug=True), key(options=GLOO)]
     keys += [key(GPU_MACHINE, GPU), key(replace(GPU_MACHINE, nccl=replace(NCCL, version="2.28.1")), GPU)]
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.parametrize(
-    "machine",
-    [
-        replace(MACHINE, python="/other/bin/python", mpi=replace(MPI, compiler="/other/bin/mpicxx")),
-        replace(MACHINE, mpi=replace(MPI, version="4.1.9")),
-        replace(MACHINE, jobs=64),
-    ],
-)
-def test_other_inputs_keep_the_key(machine: BuildMachine) -> None:
-    assert key(machine) == key()
-
-
-@pytest.mark.parametrize("standard", [17, 20])
-def test_horovod_is_built_with_the_cxx_standard_of_torch(standard: int) -> None:
-    patches = plan.make_plan(CPU, replace(MACHINE, torch_cxx_standard=standard), PATH).patches
-    assert sum(patch.new == f"set(CMAKE_CXX_STANDARD {standard})" for patch in patches) == 2
+    assert set(map(key, OTHERS)) == {key()}
 
 
 def test_the_plan_without_mpi_uses_gloo_only() -> None:
-    build_plan = plan.make_plan(BuildOptions(mpi=False), replace(MACHINE, mpi="mpicxx is not on PATH"), PATH)
+    build_plan = plan.make_plan(GLOO, replace(MACHINE, mpi="mpicxx is not on PATH"), PATH)
     assert variables(build_plan)["HOROVOD_WITHOUT_MPI"] == "1"
     assert variables(build_plan)["HOROVOD_WITH_MPI"] == ""
     assert list(plan.smoke_tests(build_plan)) == ["gloo"]
@@ -379,31 +334,29 @@ def test_the_plan_without_mpi_uses_gloo_only() -> None:
 
 
 def test_the_variables_of_a_build_for_gpus() -> None:
-    build_plan = plan.make_plan(BuildOptions(gpu=True), GPU_MACHINE, PATH)
+    build_plan = plan.make_plan(GPU, GPU_MACHINE, PATH)
     seen = variables(build_plan)
     assert (seen["MAKEFLAGS"], seen["MFLAGS"], seen["MAKELEVEL"]) == ("-j2", "", ""), "none of an outer make"
     assert variables(plan.make_plan(BuildOptions(jobs=1), MACHINE, PATH))["MAKEFLAGS"] == "-j1"
     assert seen["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert seen["HOROVOD_CUDA_HOME"] == CUDA.home
     assert seen["HOROVOD_NCCL_INCLUDE"] == NCCL.include
-    assert seen["HOROVOD_NCCL_LIB"] == str(plan.nccl_folder(WORK))
+    assert seen["HOROVOD_NCCL_LIB"] == str(WORK / plan.NCCL_FOLDER)
     assert (build_plan.record.nccl, build_plan.record.cuda) == ("2.27.5", "12.8")
 
 
 def test_dry_run_prints_shell_commands_but_none_that_a_cached_wheel_spares() -> None:
-    build_plan = plan.make_plan(BuildOptions(), MACHINE, PATH)
+    build_plan = plan.make_plan(CPU, MACHINE, PATH)
     lines = plan.describe(build_plan, WORK, is_cached=False)
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
-    programs = [
-        [word for word in words if word in ("download", "wheel", "install", "gloo", "mpi")] for words in commands
-    ]
-    assert programs == [["download"], ["wheel"], ["install"], ["gloo"], ["mpi"]]
+    verbs = ["download", "wheel", "install", "gloo", "mpi"]
+    assert [word for words in commands for word in words if word in verbs] == verbs
     assert f"horovod=={build_plan.record.horovod}" in commands[0]
-    assert commands[1][-1] == str(plan.source_folder(build_plan, WORK))
+    assert commands[1][-1] == str(WORK / plan.SOURCE_FOLDER)
     assert commands[2][-1].startswith("/home/u/.cache/dualdist/wheels/" + build_plan.key)
     assert commands[3][3:8] == ["-np", "2", "--gloo", "-H", "localhost:2"]
     assert sum(f"{patch.path}: " in line for patch in build_plan.patches for line in lines) >= len(build_plan.patches)
-    text = "\n".join(plan.describe(plan.make_plan(BuildOptions(), MACHINE, PATH), WORK, is_cached=True))
+    text = "\n".join(plan.describe(build_plan, WORK, is_cached=True))
     assert " download " not in text
     assert " wheel " not in text
     assert "--force-reinstall" in text
