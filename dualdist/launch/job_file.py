@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from dualdist.backends import registry
@@ -125,31 +125,22 @@ def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _split_words(value: Any) -> Any:
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-
-
-def _split_lines(value: Any) -> Any:
-    return value.splitlines() if isinstance(value, str) else value
-
-
-def _parse_bool(value: Any) -> Any:
-    return str(value).lower() == "true" if str(value).lower() in ("true", "false") else value
+def _split(split: Callable[[str], list[str]]) -> BeforeValidator:
+    """Accept a text for a list."""
+    return BeforeValidator(lambda value: split(value) if isinstance(value, str) else value)
 
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
-Flag = Annotated[bool, Field(strict=True), BeforeValidator(_parse_bool)]
+Flag = Annotated[
+    bool, Field(strict=True), BeforeValidator(lambda text: {"true": True, "false": False}.get(str(text).lower(), text))
+]
 Text = Annotated[str, Field(min_length=1)]
 Word = Annotated[str, _checked_by(check_word)]
 Memory = Annotated[str, _checked_by(parse_mebibytes)]
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Resources(_Schema):
+class Resources(BaseModel, frozen=True, extra="forbid"):
     """Resources requested from a scheduler, which chooses what is None.
 
     `memory`, such as "64G", is per node. `time` is [days-]hours:minutes:seconds; `requeue` seconds before its end the
@@ -170,12 +161,12 @@ class Resources(_Schema):
     account: Word | None = None
     job_name: Annotated[str, _checked_by(check_job_name)] | None = None
     requeue: Count | None = None
-    setup: Annotated[tuple[str, ...], BeforeValidator(_split_lines)] = ()
+    setup: Annotated[tuple[str, ...], _split(str.splitlines)] = ()
     container: Word | None = None
     kubeflow: Literal["v1", "v2"] | None = None
 
 
-class JobFile(_Schema):
+class JobFile(BaseModel, frozen=True, extra="forbid"):
     """The options of `dualdist run` in a file.
 
     Either a script, `program`, or a `module` runs with `args`. `ranks` are by default one per slot of the hosts.
@@ -190,7 +181,7 @@ class JobFile(_Schema):
     launcher: LauncherName | None = None
     backend: BackendName | None = None
     transport: TransportName | None = None
-    hosts: Annotated[tuple[Text, ...], BeforeValidator(_split_words)] = ()
+    hosts: Annotated[tuple[Text, ...], _split(lambda text: text.split(","))] = ()
     hostfile: Text | None = None
     network_interface: Text | None = None
     env: dict[Annotated[str, _checked_by(check_variable_name)], str] = Field(default_factory=dict)
@@ -202,17 +193,16 @@ class JobFile(_Schema):
 
 
 def load(path: Path, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
-    """Read a job file, which may name any launcher if it `is_script`, for a scheduler.
-
-    Raises:
-        UsageError: with one line for each error of the file, which begins with file and line.
-    """
+    """Read a job file; see loads()."""
     text = read_text(path, "job file")
     return loads(text, str(path), is_script=is_script, horovod_has_mpi=horovod_has_mpi)
 
 
 def loads(text: str, name: str, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
-    """Read a job file from a text; `name` is the file in errors. See load()."""
+    """Read a job file from a text, which may name any launcher if it `is_script`, for a scheduler.
+
+    UsageError has one line for each error of the file `name`, which begins with file and line.
+    """
     document = read_yaml(text, name)
     if not isinstance(document.value, Mapping | None):
         expected = "a mapping, as `program: train.py` on one line and `ranks: 2` on the next"

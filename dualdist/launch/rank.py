@@ -64,10 +64,9 @@ class RankSettings:
 
 def rank_argv(settings: RankSettings) -> tuple[str, ...]:
     """Return the arguments of `python` for these settings; parse_arguments() is the inverse."""
-    tag = ("--tag",) if settings.has_tag else ()
-    folder = (f"--log-dir={settings.folder}",) if settings.folder is not None else ()
-    terminal = ("--terminal",) if settings.has_terminal else ()
-    return ("-m", "dualdist.launch.rank", *tag, *folder, *terminal, *settings.program)
+    folder = () if settings.folder is None else (f"--log-dir={settings.folder}",)
+    options = (*["--tag"] * settings.has_tag, *folder, *["--terminal"] * settings.has_terminal)
+    return ("-m", "dualdist.launch.rank", *options, *settings.program)
 
 
 def parse_arguments(arguments: Sequence[str]) -> RankSettings:
@@ -75,10 +74,8 @@ def parse_arguments(arguments: Sequence[str]) -> RankSettings:
     left, options = list(arguments), []
     while left and left[0].startswith("--"):
         options.append(left.pop(0))
-    folders = [option.partition("=")[2] for option in options if option.startswith("--log-dir=")]
-    return RankSettings(
-        tuple(left), "--tag" in options, folders[-1] if folders else None, has_terminal="--terminal" in options
-    )
+    folder = next((option.partition("=")[2] for option in options if option.startswith("--log-dir=")), None)
+    return RankSettings(tuple(left), "--tag" in options, folder, "--terminal" in options)
 
 
 class RankProcess:
@@ -99,7 +96,7 @@ class RankProcess:
         # To a terminal Python writes whole lines itself, as it ends them. To a pipe it writes each word of a print() if
         # unbuffered, else nothing until much later, which is lost if the rank is killed.
         is_whole = os.isatty(1) and not os.environ.get(UNBUFFERED)
-        is_relayed = settings.has_tag or settings.folder is not None or not is_whole
+        is_relayed = settings.has_tag or log is not None or not is_whole
         stdout, stdout_writer = os.pipe() if is_relayed else (None, None)
         environ = {**({UNBUFFERED: "1"} if is_relayed else {}), **os.environ, **mark_variables}
         environ.pop(CONTROL_VARIABLE, None)
@@ -150,13 +147,15 @@ class RankProcess:
             if relay.is_open:
                 self._selector.unregister(relay.source)
             relay.close()
-        self._report_end()
+        code = self._child.returncode
+        age_s = time.monotonic() - self._traceback_at if self._traceback_at else 0.0
+        _report(self._control, RankEnded(code, age_s, self._was_terminated, self._traceback() if code else ""))
         if self._descendants():
             time.sleep(0 if self._was_terminated else LEFT_S)
             processes.terminate_and_wait(self._mark, LEFT_S, below=os.getpid())
         if self._is_cut_off:
             _kill_mpi_daemon(self._parent)
-        return self._child.returncode
+        return code
 
     def _descendants(self) -> list[int]:
         return processes.find_marked(self._mark, below=os.getpid())
@@ -236,11 +235,6 @@ class RankProcess:
             self._deadline = time.monotonic() + GRACE_S
             processes.send_signal([self._child.pid], signal.SIGTERM)
 
-    def _report_end(self) -> None:
-        text = self._traceback() if self._child.returncode else ""
-        age_s = time.monotonic() - self._traceback_at if self._traceback_at else 0.0
-        _report(self._control, RankEnded(self._child.returncode, age_s, self._was_terminated, text))
-
     def _traceback(self) -> str:
         return failure.extract_traceback(self._stderr.tail.decode(errors="replace"))
 
@@ -248,7 +242,9 @@ class RankProcess:
 def main() -> int:
     settings = parse_arguments(sys.argv[1:])
     for closed in (1, 2):  # by a daemon: a pipe must not get its number
-        if not _is_open(closed):
+        try:
+            os.fstat(closed)
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), closed)
     host = os.environ.get(SLURM_NODE) or socket.gethostname().split(".")[0]
     rank, label = None, "?"
@@ -278,14 +274,6 @@ def main() -> int:
     return _exit_like(RankProcess(settings, label, log, control).run())
 
 
-def _is_open(file: int) -> bool:
-    try:
-        os.fstat(file)
-    except OSError:
-        return False
-    return True
-
-
 def _kill_mpi_daemon(pid: int) -> None:
     """Kill the parent if it is MPI's daemon, which would wait for its mpirun until TCP gives up, for minutes."""
     with contextlib.suppress(OSError):
@@ -305,10 +293,9 @@ def _report(control: socket.socket | None, message: RankEnded | RankFailing) -> 
 def _open_log(folder: Path, rank: int | None) -> int:
     """Open the log of a rank; restarted ranks append to it."""
     folder.mkdir(parents=True, exist_ok=True)
-    mode = 0 if os.environ.get(RESTART) else os.O_TRUNC
-    return os.open(
-        folder / f"rank-{'?' if rank is None else rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode, 0o666
-    )
+    path = folder / f"rank-{'?' if rank is None else rank}.log"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if os.environ.get(RESTART) else os.O_TRUNC)
+    return os.open(path, flags, 0o666)
 
 
 def _exit_like(code: int) -> int:

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from dualdist.launch import env_defaults, rank, ssh
@@ -53,59 +52,44 @@ class RunReport:
         return json.dumps({name: fields[name] for name in ("launcher", "restarts", "commands", "outcome")}, indent=1)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """All that the commands of each start are built from; `local_addresses` are where ranks reach `dualdist run`."""
-
-    job: Job
-    launcher: str
-    site: Site
-    settings: RunSettings
-    environ: Mapping[str, str]
-    local_addresses: tuple[str, ...]
-
-    @property
-    def has_frames(self) -> bool:
-        return LAUNCHERS[self.launcher].repeats_failures and not self.settings.is_verbose
-
-    def for_restart(self, number: int) -> _Plan:
-        """Return the plan of a restart, 0 for the first start; restarted ranks on this host meet at another port."""
-        if number == 0:
-            return self
-        site = self.site if self.job.hosts else replace(self.site, rendezvous=_local_rendezvous())
-        return replace(self, site=site, job=replace(self.job, env={**self.job.env, rank.RESTART: str(number)}))
-
-    def commands(self, listener: ControlListener | None = None) -> tuple[Command, ...]:
-        job, port = self.job, None
-        if listener is not None:
-            own = {CONTROL_VARIABLE: listener.address.dumps(), **({rank.FRAMES: "1"} if self.has_frames else {})}
-            job = replace(job, env={**job.env, **own})
-            port = listener.address.port
-        commands = build_commands(self.launcher, job, self.site)
-        return tuple(ssh.wrap_in_ssh(command, self.site, control_port=port) for command in commands)
-
-    def redacted_commands(self) -> tuple[Command, ...]:
-        """Return the commands without the values of secrets."""
-        site = replace(self.site, launcher_env=redact_variables(self.site.launcher_env))
-        return replace(self, site=site, job=replace(self.job, env=redact_variables(self.job.env))).commands()
-
-
 def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> RunReport:
     """Run the job on all its hosts to its end, or build its commands in a dry run; LaunchError if it cannot start."""
-    plan = _plan(job, launcher, settings, environ)
+    job, site, addresses = _complete(job, launcher, settings, environ)
     if settings.is_dry:
-        return RunReport(launcher, plan.redacted_commands())
-    with ExitStack() as stack:
-        # Loopback comes last: on another host ssh forwards it, which does not notice that the host is cut off.
-        is_local = _is_single_host(job, launcher)
-        addresses = (LOOPBACK,) if is_local else (*plan.local_addresses, LOOPBACK)
-        listener = ControlListener.open(addresses, is_local=is_local)
-        stack.callback(listener.server.close)
-        return _run_with_restarts(plan, listener)
+        return RunReport(launcher, _redacted_commands(launcher, job, site))
+    # Loopback comes last: on another host ssh forwards it, which does not notice that the host is cut off.
+    is_local = _is_single_host(job, launcher)
+    listener = ControlListener.open((LOOPBACK,) if is_local else (*addresses, LOOPBACK), is_local=is_local)
+    began, has_frames = time.monotonic(), LAUNCHERS[launcher].repeats_failures and not settings.is_verbose
+    own = {CONTROL_VARIABLE: listener.address.dumps(), **({rank.FRAMES: "1"} if has_frames else {})}
+    stdout = 2 if settings.stdout_to_stderr else None
+    with listener.server:
+        for number in range(settings.max_restarts + 1):
+            if number:
+                job = replace(job, env={**job.env, rank.RESTART: str(number)})
+                # Restarted ranks on this host meet at another port.
+                site = site if job.hosts else replace(site, rendezvous=_local_rendezvous())
+            left_s = settings.timeout_s and max(0.0, settings.timeout_s - (time.monotonic() - began))
+            commands = _commands(launcher, replace(job, env={**job.env, **own}), site, listener.address.port)
+            supervisor = Supervisor(
+                commands, listener, environ, stdout, is_elastic=job.min_ranks is not None, has_frames=has_frames
+            )
+            outcome = supervisor.run(left_s)
+            is_multi_host = bool(job.hosts) or len(supervisor.hosts) > 1
+            if outcome.code == 0 or outcome.error or outcome.stop_signal or number == settings.max_restarts:
+                break
+            failed = outcome.failure.label(has_hosts=is_multi_host) if outcome.failure is not None else launcher
+            event = "a rank stopped on notice" if outcome.code == REQUEUE else f"{failed} failed"
+            turns = f"{number + 1} of {settings.max_restarts} times"
+            print(f"dualdist run: {event}; restarting all ranks, {turns}", file=sys.stderr)
+    outcome = replace(outcome, seconds=time.monotonic() - began)
+    return RunReport(launcher, _redacted_commands(launcher, job, site), outcome, number, is_multi_host)
 
 
-def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
-    """Complete the job: probe its hosts, add variables, and wrap its ranks."""
+def _complete(
+    job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]
+) -> tuple[Job, Site, tuple[str, ...]]:
+    """Probe the hosts, add variables, and wrap the ranks; the addresses are where ranks reach `dualdist run`."""
     site, here = replace(find_site(), secret_names=tuple(filter(is_secret, environ))), probe_host()
     uses_task_cpus = LAUNCHERS[launcher].uses_task_cpus
     if uses_task_cpus:
@@ -137,29 +121,18 @@ def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, 
     is_shown = os.isatty(2) and not settings.tag_output and settings.log_dir is None
     has_terminal = is_shown and not any(command.prefix for command in build_commands(launcher, job, site))
     output = rank.RankSettings(job.program, settings.tag_output, settings.log_dir, has_terminal)
-    job = replace(job, program=rank.rank_argv(output), env=env)
-    return _Plan(job, launcher, site, settings, environ, local_addresses)
+    return replace(job, program=rank.rank_argv(output), env=env), site, local_addresses
 
 
-def _run_with_restarts(plan: _Plan, listener: ControlListener) -> RunReport:
-    """Start the job, and again after each failure, up to max_restarts times."""
-    began = time.monotonic()
-    timeout_s, restarts = plan.settings.timeout_s, plan.settings.max_restarts
-    for number in range(restarts + 1):
-        current = plan.for_restart(number)
-        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
-        stdout, is_elastic = 2 if plan.settings.stdout_to_stderr else None, plan.job.min_ranks is not None
-        commands = current.commands(listener)
-        supervisor = Supervisor(commands, listener, plan.environ, stdout, is_elastic, has_frames=plan.has_frames)
-        outcome = supervisor.run(left_s)
-        is_multi_host = bool(plan.job.hosts) or len(supervisor.hosts) > 1
-        if outcome.code == 0 or outcome.error or outcome.stop_signal or number == restarts:
-            break
-        failed = outcome.failure.label(has_hosts=is_multi_host) if outcome.failure is not None else plan.launcher
-        event = "a rank stopped on notice" if outcome.code == REQUEUE else f"{failed} failed"
-        print(f"dualdist run: {event}; restarting all ranks, {number + 1} of {restarts} times", file=sys.stderr)
-    outcome = replace(outcome, seconds=time.monotonic() - began)
-    return RunReport(plan.launcher, current.redacted_commands(), outcome, number, is_multi_host)
+def _commands(launcher: str, job: Job, site: Site, control_port: int | None = None) -> tuple[Command, ...]:
+    commands = build_commands(launcher, job, site)
+    return tuple(ssh.wrap_in_ssh(command, site, control_port=control_port) for command in commands)
+
+
+def _redacted_commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
+    """Return the commands without the values of secrets."""
+    site = replace(site, launcher_env=redact_variables(site.launcher_env))
+    return _commands(launcher, replace(job, env=redact_variables(job.env)), site)
 
 
 def _is_single_host(job: Job, launcher: str) -> bool:
