@@ -2,13 +2,13 @@
 
 Messages go through it too: the requests that precede collectives, and the values of small tensors.
 
-The operations are those of the C++ extension, or of its Python twin where a rank has no extension.
+Its operations are those of PythonChannel, mostly in C++: the extension's ShmChannel has the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,47 +33,6 @@ FRAGMENT_BYTES = 768
 PAYLOAD_BYTES = 128  # with a request it fits one row of ControlAllgather, too
 
 
-class Channel(Protocol):
-    """The interface of ShmChannel in dualdist/csrc/shared_memory.cpp and of PythonChannel.
-
-    Between the start of an operation and the end of advance(), tensors are left unchanged.
-    """
-
-    @property
-    def steps(self) -> int:
-        """Return how often this rank has got on, in what it waits for."""
-
-    def announce(self) -> int:
-        """Count an operation that this rank is ready for; return its number."""
-
-    def have_all_announced(self, number: int) -> bool:
-        """Return True if every rank has announced so many operations."""
-
-    def begin_message(self, text: bytes, payload: torch.Tensor | None) -> None:
-        """Begin to exchange a text, and the elements of a contiguous tensor."""
-
-    def texts(self) -> list[bytes]:
-        """Return the texts of all ranks, in rank order."""
-
-    def are_texts_equal(self) -> bool:
-        """Return True if all ranks sent the same text, and payloads of one size."""
-
-    def reduce_payloads(self, tensor: torch.Tensor, op: int, in_place: bool) -> torch.Tensor:
-        """Return the reduction of the payloads, of which `tensor` was this rank's, by the op of that index in OPS."""
-
-    def begin_allreduce(self, tensor: torch.Tensor, output: torch.Tensor, op: int) -> None:
-        """Begin to reduce a contiguous tensor into another, or itself, by the op of that index in OPS."""
-
-    def begin_allgather(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Begin to gather contiguous tensors of one shape: (*s) -> (size, *s)."""
-
-    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Begin to copy the contiguous tensor of number `root` to all ranks."""
-
-    def advance(self, wait_s: float) -> bool:
-        """Go on for at most `wait_s`, or until a signal comes; return True when the operation has ended."""
-
-
 class HostRanks:
     """The ranks of one host, and the channel between them."""
 
@@ -85,7 +44,7 @@ class HostRanks:
         self._ranks = ranks
         arguments: Any = segment.map(), segment.index, segment.size, slot_bytes
         module = extension.load() if segment.use.by_extension else None
-        self.channel: Channel = (
+        self.channel: PythonChannel = (
             PythonChannel(*arguments)
             if module is None
             else module.ShmChannel(*arguments, SPIN_S if segment.use.may_spin else 0.0)

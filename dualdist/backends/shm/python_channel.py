@@ -12,7 +12,6 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from itertools import count
 
 import torch
 
@@ -36,10 +35,13 @@ def channel_bytes(size: int, slot_bytes: int) -> int:
 
 
 class PythonChannel:
-    """See ShmChannel in dualdist/csrc/shared_memory.cpp."""
+    """See ShmChannel in dualdist/csrc/shared_memory.cpp.
+
+    Between the start of an operation and the end of advance(), tensors are left unchanged.
+    """
 
     def __init__(self, memory: mmap.mmap, index: int, size: int, slot_bytes: int) -> None:
-        self.steps = 0
+        self.steps = 0  # how often this rank has got on, in what it waits for
         self._index, self._size, self._slot_bytes = index, size, slot_bytes
         header = CACHE_LINE_BYTES * (1 + size)
         self._words = memoryview(memory)[:header].cast("q")
@@ -53,14 +55,17 @@ class PythonChannel:
         self._running: Iterator[None] | None = None  # runs up to the next wait for all ranks
 
     def announce(self) -> int:
+        """Count an operation that this rank is ready for; return its number."""
         word = self._announced[self._index]
         self._words[word] += 1
         return self._words[word]
 
     def have_all_announced(self, number: int) -> bool:
+        """Return True if every rank has announced so many operations."""
         return all(self._words[word] >= number for word in self._announced)
 
     def begin_message(self, text: bytes, payload: torch.Tensor | None) -> None:
+        """Begin to exchange a text, and the elements of a contiguous tensor."""
         data = b"" if payload is None else payload.detach().numpy().tobytes()
         message = HEADER.pack(len(text), len(data)) + data + text
         if len(message) > self._slot_bytes:
@@ -73,13 +78,16 @@ class PythonChannel:
         next(self._running)
 
     def texts(self) -> list[bytes]:
+        """Return the texts of all ranks, in rank order."""
         return [self._message(rank)[1] for rank in range(self._size)]
 
     def are_texts_equal(self) -> bool:
+        """Return True if all ranks sent the same text, and payloads of one size."""
         first = self._message(0)
         return all(self._message(rank) == first for rank in range(1, self._size))
 
     def reduce_payloads(self, tensor: torch.Tensor, op: int, in_place: bool) -> torch.Tensor:
+        """Return the reduction of the payloads, of which `tensor` was this rank's, by the op of that index in OPS."""
         result = tensor.detach() if in_place else torch.empty_like(tensor)
         flat = result.view(-1)
         values = slice(HEADER.size, HEADER.size + tensor.nbytes)
@@ -87,15 +95,19 @@ class PythonChannel:
         return tensor if in_place else result
 
     def begin_allreduce(self, tensor: torch.Tensor, output: torch.Tensor, op: int) -> None:
+        """Begin to reduce a contiguous tensor into another, or itself, by the op of that index in OPS."""
         self._running = self._allreduce(tensor.view(-1), output.view(-1), op)
 
     def begin_allgather(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Begin to gather contiguous tensors of one shape: (*s) -> (size, *s)."""
         self._running = self._allgather(as_bytes(tensor), as_bytes(output).view(self._size, -1))
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Begin to copy the contiguous tensor of number `root` to all ranks."""
         self._running = self._broadcast(as_bytes(tensor), root)
 
     def advance(self, wait_s: float) -> bool:
+        """Go on for at most `wait_s`, or until a signal comes; return True when the operation has ended."""
         while self._running is not None:
             if not self._wait_for_all(wait_s):
                 return False
@@ -146,11 +158,10 @@ class PythonChannel:
         return True
 
     def _wait_for_all(self, wait_s: float) -> bool:
-        start = time.monotonic()
-        for poll in count():
-            if self._have_all_posted():
-                return True
-            if poll < POLLS:
+        start, polls = time.monotonic(), 0
+        while not self._have_all_posted():
+            polls += 1
+            if polls <= POLLS:
                 continue
             waited_s = time.monotonic() - start
             if waited_s >= wait_s:
@@ -159,7 +170,7 @@ class PythonChannel:
                 os.sched_yield()
             else:
                 time.sleep(PAUSE_S)
-        raise AssertionError("count() ended")
+        return True
 
     def _slot_start(self, rank: int) -> int:
         return (2 * rank + self._turn) * self._slot_bytes
