@@ -39,7 +39,6 @@ from dualdist.backends.mpi import world as mpi_world
 from dualdist.backends.mpi.work import (
     BYTES_PER_S,
     DATATYPES,
-    HostStagedWork,
     MpiBlockingCall,
     MpiCalls,
     MpiReceive,
@@ -266,7 +265,10 @@ class MpiBackend:
             torch.cuda.current_stream(tensor.device).synchronize()
             return start(tensor)
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        return HostStagedWork(start(copy), tensor, in_place=in_place)
+        return ConvertedWork(
+            start(copy),
+            lambda result: (tensor if in_place else tensor.new_empty(result.shape)).copy_(result, non_blocking=True),
+        )
 
     def _start_requests(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Work:
         with self.mpi.calls():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.backends.base import Work, timeout_error
+from dualdist.backends.base import timeout_error
 from dualdist.errors import (
     CLOSED,
     CollectiveError,
@@ -193,28 +193,6 @@ class MpiBlockingCall:
         if self._error is not None:
             raise self._error
         return self._result
-
-
-class HostStagedWork:
-    """An operation on a copy in host memory; wait() copies the result back to the GPU."""
-
-    def __init__(self, work: Work, target: torch.Tensor, *, in_place: bool) -> None:
-        self._work = work
-        self._target = target
-        self._in_place = in_place
-        self._is_copied = False
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self) -> torch.Tensor:
-        if not self._is_copied:
-            result = self._work.wait()
-            if not self._in_place:
-                self._target = self._target.new_empty(result.shape)
-            self._target.copy_(result, non_blocking=True)
-            self._is_copied = True
-        return self._target
 
 
 def takes_cuda(library: str) -> bool:
