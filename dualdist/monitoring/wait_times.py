@@ -5,7 +5,7 @@ records two durations of each, and exchanges them on request only. Durations are
 complete an operation at about the same time, so the rank with the shortest duration arrived last.
 """
 
-import json
+import pickle
 import time
 from array import array
 from collections.abc import Sequence
@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 
 from dualdist.utils.suggest import format_ranks
-
-Array = np.ndarray[Any, Any]
 
 # Number of operations, and of gradient reductions, that are kept.
 KEPT = 1 << 16
@@ -71,10 +69,7 @@ class WaitTimes:
 
     def dumps(self) -> bytes:
         """Serialize for the other ranks."""
-        kinds = (self.operations, self.gradient_reductions)
-        head = json.dumps([time.monotonic() - self.started_at, *((times.dropped, len(times.ready)) for times in kinds)])
-        body = b"".join(part.tobytes() for times in kinds for part in (times.ready, times.waited))
-        return head.encode() + b"\0" + body
+        return pickle.dumps((time.monotonic() - self.started_at, self.operations, self.gradient_reductions))
 
 
 @dataclass(frozen=True)
@@ -139,45 +134,30 @@ class SlowRanks:
 
 def summarize_waits(ranks: Sequence[int], dumps: Sequence[bytes]) -> SlowRanks:
     """Return the statistics of the ranks' WaitTimes.dumps(), the same on every rank."""
-    heads, bodies = zip(*(_loads(text) for text in dumps), strict=True)
-    size = len(ranks)
-    last, caused, waited_for = np.zeros(size, int), np.zeros(size), np.zeros((size, size))
-    counts = []
-    for kind in range(2):
-        ready, waited = _aligned([head[1 + kind][0] for head in heads], [body[kind] for body in bodies])
+    elapsed, *kinds = zip(*map(pickle.loads, dumps), strict=True)
+    size, counts = len(ranks), []
+    last, waited_for = np.zeros(size, int), np.zeros((size, size))
+    for records in kinds:
+        ready, waited = _aligned(records)
         is_known = np.isfinite(ready).any(0)
         ready, waited = ready[:, is_known], waited[:, is_known]
         counts.append(ready.shape[1])
-        if not ready.shape[1]:
-            continue
         latest = np.nanargmin(ready, 0)
-        least = np.nanmin(ready, 0)
-        for_latest = np.nan_to_num(np.clip(np.minimum(waited, ready - least), 0.0, None))
-        for index in range(size):
-            for_index = for_latest[:, latest == index]
-            last[index] += for_index.shape[1]
-            waited_for[:, index] += for_index.sum(1)
-            caused[index] += for_index.sum() / max(1, size - 1)
-    seconds = min(float(head[0]) for head in heads)
-    table = tuple(tuple(float(value) for value in row) for row in waited_for)
+        for_latest = np.nan_to_num(np.clip(np.minimum(waited, ready - np.nanmin(ready, 0)), 0.0, None))
+        last += np.bincount(latest, minlength=size)
+        waited_for += [np.bincount(latest, row, size) for row in for_latest]
+    caused, table = waited_for.sum(0) / max(1, size - 1), tuple(map(tuple, waited_for.tolist()))
     operations, reductions = counts
     return SlowRanks(
-        tuple(ranks), seconds, operations, reductions, tuple(map(int, last)), tuple(map(float, caused)), table
+        tuple(ranks), min(elapsed), operations, reductions, tuple(last.tolist()), tuple(caused.tolist()), table
     )
 
 
-def _loads(text: bytes) -> tuple[list[Any], list[Array]]:
-    """Parse dumps(): two rows each of operations and of gradient reductions."""
-    head, _, body = text.partition(b"\0")
-    numbers = np.frombuffer(body, dtype=np.float32)
-    found = json.loads(head)
-    counts = [count for _, count in found[1:]]
-    return found, [part.reshape(2, -1) for part in np.split(numbers, [2 * counts[0]])]
-
-
-def _aligned(dropped: Sequence[int], found: Sequence[Array]) -> tuple[Any, Any]:
+def _aligned(records: Sequence[WaitRecord]) -> Any:
     """Return ready and waited, each of shape (ranks, operations), of the operations that all ranks kept."""
-    start = max(dropped)
-    end = min(first + times.shape[1] for first, times in zip(dropped, found, strict=True))
-    pieces = [times[:, start - first : max(start, end) - first] for first, times in zip(dropped, found, strict=True)]
-    return np.stack([piece[0] for piece in pieces]), np.stack([piece[1] for piece in pieces])
+    start = max(each.dropped for each in records)
+    end = max(start, min(each.dropped + len(each.ready) for each in records))
+    kept = [
+        [times[start - each.dropped : end - each.dropped] for times in (each.ready, each.waited)] for each in records
+    ]
+    return np.array(kept).swapaxes(0, 1)
