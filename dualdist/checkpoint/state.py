@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
+from dualdist.collectives.broadcast_state import optimizer_params
 from dualdist.collectives.tensor_utils import map_nested
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
@@ -109,12 +110,12 @@ def find_mismatch(parts: Mapping[str, Any], found: Mapping[str, Any], names: Seq
 
 def dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the dtypes of its parameters, by which load_state() recognises state in a wider dtype."""
-    return [str(param.dtype) for group in optimizer.param_groups for param in group["params"]]
+    return [str(param.dtype) for param in optimizer_params(optimizer)]
 
 
 def shapes_of(optimizer: torch.optim.Optimizer) -> list[list[int] | None]:
     """Return the shapes of its parameters; None for uninitialized ones."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = optimizer_params(optimizer)
     return [None if nn.parameter.is_lazy(param) else list(param.shape) for param in params]
 
 
@@ -253,7 +254,7 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], 
 
     `dtypes` are those of the saved parameters; None in older files.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = optimizer_params(optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, param, dtype in zip(numbers, params, dtypes or [""] * len(params), strict=True):
         for key, value in saved["state"].get(number, {}).items():

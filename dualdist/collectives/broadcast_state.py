@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from dualdist.errors import MismatchError, UsageError
 from dualdist.utils.suggest import type_name
 
 T = TypeVar("T")
+GROUP_PARAMS = itemgetter("params")
 Dumps = Callable[[Any], bytes]
 Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
 
@@ -132,7 +133,7 @@ def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: i
             f"the optimizers differ: class and parameters in each group, by rank: {layouts}; build the same optimizer "
             "on every rank"
         )
-    devices = (param.device for param in _parameters(optimizer) if param.device.type != "cpu")
+    devices = (param.device for param in optimizer_params(optimizer) if param.device.type != "cpu")
     state = broadcast_nested(backend, _state_of(optimizer), root, next(devices, torch.device("cpu")), name)
     if backend.rank != root:
         _set_state(optimizer, *state)
@@ -155,14 +156,15 @@ def broadcast_nested(backend: Backend, value: T, root: int, device: torch.device
     return found
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def optimizer_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups."""
+    return [*chain.from_iterable(map(GROUP_PARAMS, optimizer.param_groups))]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[int, Any], dict[Any, Any]]:
     """Return the options of each group, the state of each parameter by its number, and any other state."""
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    numbered = enumerate(_parameters(optimizer))
+    numbered = enumerate(optimizer_params(optimizer))
     state = {number: optimizer.state[param] for number, param in numbered if param in optimizer.state}
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     return options, state, others
@@ -179,7 +181,7 @@ def _set_state(
         for key in group.keys() - given.keys() - {"params"}:
             del group[key]
         group.update(given)
-    params = _parameters(optimizer)
+    params = optimizer_params(optimizer)
     optimizer.state.clear()
     optimizer.state.update(others)
     optimizer.state.update({params[number]: _move_to(params[number].device, value) for number, value in state.items()})

@@ -16,10 +16,10 @@ import torch
 from dualdist.collectives.collectives import allreduce
 from dualdist.ddp.bucket_plan import BUCKET_FLAGS, BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.compression import ErrorFeedback
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
-    from dualdist.ddp.compression import GradientCompressor
     from dualdist.ddp.reducer import Reducer
     from dualdist.ddp.step_checks import StepChecks
 
@@ -73,9 +73,8 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class DeltaSteps:
     """The hooks before and after an optimizer's step that combine the ranks' steps by Adasum."""
 
-    def __init__(self, reducer: Reducer, compressor: GradientCompressor | None, checks: StepChecks | None) -> None:
+    def __init__(self, reducer: Reducer, checks: StepChecks | None) -> None:
         self._reducer = reducer
-        self._compressor = compressor
         self._checks = checks
         # A step that calls that of its base class runs the hooks twice: the outer step combines what is combined
         # already, which changes nothing, for the Adasum of equal steps is that step.
@@ -109,8 +108,10 @@ class DeltaSteps:
 
     def _combine(self, deltas: Sequence[torch.Tensor], device_index: int) -> list[torch.Tensor]:
         group, name = self._reducer.group, f"{self._reducer.name}.step.{device_index}"
-        if self._compressor is None:
+        compressor = self._reducer.config.compressor
+        assert not isinstance(compressor, ErrorFeedback)
+        if compressor is None:
             return allreduce(group, list(deltas), "adasum", name).run()
-        compressed = [self._compressor.compress(delta) for delta in deltas]
+        compressed = [compressor.compress(delta) for delta in deltas]
         sums = allreduce(group, [tensor for tensor, _ in compressed], "adasum", name).run()
-        return [self._compressor.decompress(tensor, ctx) for tensor, (_, ctx) in zip(sums, compressed, strict=True)]
+        return [compressor.decompress(tensor, ctx) for tensor, (_, ctx) in zip(sums, compressed, strict=True)]

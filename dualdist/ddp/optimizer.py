@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualdist.backends.base import Backend
 from dualdist.collectives.arguments import Reduction, check_reduction
-from dualdist.collectives.broadcast_state import broadcast_nested
+from dualdist.collectives.broadcast_state import broadcast_nested, optimizer_params
 from dualdist.collectives.collectives import allreduce, run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import Op
@@ -37,7 +36,6 @@ from dualdist.utils.suggest import require_choice, type_name
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
-GROUP_PARAMS = operator.itemgetter("params")
 WRAPPER = "_dualdist_wrapper"  # the attribute of a wrapped optimizer
 
 
@@ -79,7 +77,7 @@ def wrap_optimizer(
     reference = weakref.ref(optimizer)  # Note [ownership]
     reducer = Reducer(
         group,
-        lambda: optimizer_params(reference()),
+        lambda: optimizer_params(found) if (found := reference()) is not None else [],
         lambda: named_optimizer_params(reference(), names),
         config,
         accumulate,
@@ -88,7 +86,7 @@ def wrap_optimizer(
         errors=errors,
     )
     reducer.update()
-    _attach(reducer, config, optimizer)
+    _attach(reducer, optimizer)
     return optimizer
 
 
@@ -131,14 +129,14 @@ class OptimizerWrapper:
     skip_reduction: bool = False  # steps use the gradients as they are
 
 
-def get_wrapper(optimizer: torch.optim.Optimizer) -> OptimizerWrapper | None:
+def get_wrapper(optimizer: object) -> OptimizerWrapper | None:
     """Return the optimizer's wrapper, if any; copies and pickles have none."""
     return getattr(optimizer, WRAPPER, None)
 
 
 def is_sharded(optimizer: object) -> bool:
     """Return True for an optimizer of which this rank has a part of the state: its state_dict() is a collective."""
-    wrapper = getattr(optimizer, WRAPPER, None)
+    wrapper = get_wrapper(optimizer)
     return wrapper is not None and wrapper.sharding is not None and wrapper.sharding.is_partial
 
 
@@ -224,7 +222,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> None:
         wrapper.unwrap()
 
 
-def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Optimizer) -> None:
+def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
     """Hook the reducer to the optimizer's steps, zero_grad and add_param_group; not copied or pickled."""
     add_param_group, zero_grad = _weakly(optimizer.add_param_group), _weakly(optimizer.zero_grad)
 
@@ -242,7 +240,7 @@ def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Opti
     for function in (add_and_reduce, zero_and_reset):
         del function.__wrapped__  # the optimizer's method: Note [ownership]
     reference = weakref.ref(optimizer)
-    sharding = StateSharding(reducer, optimizer) if config.shard else None
+    sharding = StateSharding(reducer, optimizer) if reducer.config.shard else None
     attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_reset}
 
     def unwrap() -> None:
@@ -255,11 +253,10 @@ def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Opti
         reducer.detach()
 
     wrapper = OptimizerWrapper(reducer, unwrap, sharding)
-    checks = None if config.check_every is None else StepChecks(reducer, config.check_every)
-    steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapper, config, checks)
-    if config.op == "adasum":
-        assert not isinstance(config.compressor, ErrorFeedback)
-        steps = DeltaSteps(reducer, config.compressor, checks)
+    every = reducer.config.check_every
+    checks = None if every is None else StepChecks(reducer, every)
+    is_adasum = reducer.config.op == "adasum"
+    steps = DeltaSteps(reducer, checks) if is_adasum else _ReducedSteps(wrapper, checks)
     before = optimizer.register_step_pre_hook(steps.before)
     unshard = None if sharding is None else sharding.attach(optimizer)
     after = optimizer.register_step_post_hook(steps.after)
@@ -283,12 +280,11 @@ class _ReducedSteps:
     A step that calls that of its base class runs the hooks twice; the inner ones have no effect.
     """
 
-    def __init__(self, wrapper: OptimizerWrapper, config: ReducerConfig, checks: StepChecks | None) -> None:
+    def __init__(self, wrapper: OptimizerWrapper, checks: StepChecks | None) -> None:
         self._wrapping = wrapper
-        self._config = config
         self._checks = checks
         # Once more, as the model may have been put into DDP after its optimizer was wrapped.
-        self._must_look_for_ddp = wrapper.reducer.group.size > 1 and config.compares_start
+        self._must_look_for_ddp = wrapper.reducer.group.size > 1 and wrapper.reducer.config.compares_start
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -297,7 +293,8 @@ class _ReducedSteps:
             _require_outside_ddp(optimizer)
             self._must_look_for_ddp = False
         closure = closure_of(args, kwargs)
-        if self._wrapping.skip_reduction or isinstance(closure, _ReducedClosure):
+        is_reduced = isinstance(closure, functools.partial) and closure.func == self._run_closure
+        if self._wrapping.skip_reduction or is_reduced:
             return None
         if closure is None:
             self._wrapping.reducer.synchronize()
@@ -305,8 +302,7 @@ class _ReducedSteps:
                 self._checks.before_step(optimizer)
             return None
         # The closure will run backward, several times with LBFGS.
-        checks = () if self._checks is None else self._checks.for_closure(optimizer)
-        reduced = _ReducedClosure(self._wrapping, optimizer, closure, self._config, iter(checks))
+        reduced = functools.partial(self._run_closure, optimizer, closure, itertools.count())
         if len(args) > 1:
             return (args[0], reduced, *args[2:]), kwargs
         return args, {**kwargs, "closure": reduced}
@@ -316,37 +312,20 @@ class _ReducedSteps:
             self._wrapping.sharding.finish_step(optimizer)
         self._wrapping.reducer.reset_step()
 
-
-class _ReducedClosure:
-    """A closure that also reduces the gradients and its loss."""
-
-    def __init__(
-        self,
-        wrapper: OptimizerWrapper,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        config: ReducerConfig,
-        checks: Iterator[Callable[[], None]],
-    ) -> None:
-        self._reducer = wrapper.reducer
-        self._sharding = wrapper.sharding
-        self._optimizer = optimizer
-        self._closure = closure
-        self._config = config
-        self._checks = checks
-
-    def __call__(self) -> Any:
-        if self._sharding is not None:
-            self._sharding.end_step(self._optimizer)
-        loss = self._closure()
-        self._reducer.synchronize()
-        for check in itertools.islice(self._checks, 1):
-            check()
-        self._reducer.reset_step()
-        if self._sharding is not None:
-            self._sharding.begin_step(self._optimizer)
-        with self._reducer.errors():
-            return _reduced_loss(self._reducer.group, loss, self._config.op, self._config.reduction)
+    def _run_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
+        """Run a step's closure, and reduce the gradients and its loss; parameters are checked in the first call."""
+        reducer, sharding = self._wrapping.reducer, self._wrapping.sharding
+        if sharding is not None:
+            sharding.end_step(optimizer)
+        loss = closure()
+        reducer.synchronize()
+        if self._checks is not None:
+            (self._checks.check_gradients if next(calls) else self._checks.before_step)(optimizer)
+        reducer.reset_step()
+        if sharding is not None:
+            sharding.begin_step(optimizer)
+        with reducer.errors():
+            return _reduced_loss(reducer.group, loss, reducer.config.op, reducer.config.reduction)
 
 
 def _reduced_loss(group: Group, loss: Any, op: Op, reduction: Reduction | None) -> Any:
@@ -400,11 +379,6 @@ def names_by_id(
             "pass model.named_parameters() of the whole model, or leave it out"
         )
     return by_id
-
-
-def optimizer_params(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """Return the optimizer's parameters; [] if it was deleted."""
-    return [] if optimizer is None else [*itertools.chain.from_iterable(map(GROUP_PARAMS, optimizer.param_groups))]
 
 
 def named_optimizer_params(

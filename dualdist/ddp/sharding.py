@@ -13,7 +13,6 @@ optimizer's groups and in its state; the model keeps the parameter. So the state
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -26,7 +25,7 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import as_bytes
-from dualdist.collectives.broadcast_state import broadcast_nested
+from dualdist.collectives.broadcast_state import broadcast_nested, optimizer_params
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import map_nested
@@ -97,16 +96,12 @@ class StateSharding:
         self._replaced: list[tuple[list[torch.Tensor], int, torch.Tensor]] = []  # in a group's parameters, at an index
         self._assigned_in: Group | None = None  # the group of the owners
         self._state_in: Group | None = None  # the group whose ranks have the state together; None: this rank has it all
-        self._loads_all = False
+        self.loads_all = False  # load_state_dict() keeps all state, until the next step
 
     @property
     def is_partial(self) -> bool:
         """Return True if this rank has the state of a part of the parameters only."""
-        return self._state_in is not None
-
-    def _whole_group(self) -> Group | None:
-        """Return the group whose ranks have the state together from now on."""
-        return self._reducer.group if self._reducer.group.size > 1 else None
+        return self._state_in is not None and self._state_in.size > 1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Hook the sharding to the optimizer, and return a function that unhooks it."""
@@ -174,7 +169,9 @@ class StateSharding:
         if is_first:
             self._assigned_in, self._loads = group, [0] * group.size
             self._owners.clear()
-        new = [each for each in self._reducer.registered_params() if each not in self._owners and _is_dense(each)]
+        # What has gaps in its memory cannot be sent as bytes.
+        known = self._reducer.registered_params()
+        new = [each for each in known if each not in self._owners and dense_strides(each) == each.stride()]
         if not new and not is_first:
             return
         for params in [new] if is_first else [[each] for each in new]:
@@ -193,7 +190,7 @@ class StateSharding:
     def _drop_others_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Delete the state of what other ranks own."""
         group = self._reducer.group
-        if self._state_in not in (None, group):
+        if self.is_partial and self._state_in is not group:
             raise UsageError(
                 "the ranks have changed, and each had a part of this optimizer's state: load a checkpoint, or call "
                 "load_state_dict() with the full state on every rank"
@@ -203,7 +200,7 @@ class StateSharding:
                 self._cut_state(param, optimizer.state.get(param, {}))
             elif owner != group.rank:
                 optimizer.state.pop(param, None)
-        self._state_in = self._whole_group()
+        self._state_in = group
 
     def _cut_state(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Leave this rank's part in the state of a cut parameter, which may be that already."""
@@ -313,8 +310,9 @@ class StateSharding:
         if not self.is_partial:
             return None
         self._drop_others_state(optimizer)
-        name, owners = f"{self._reducer.name}.state", self._owners_by_number(optimizer)
-        rank = self._reducer.group.rank
+        name, rank, params = f"{self._reducer.name}.state", self._reducer.group.rank, optimizer_params(optimizer)
+        # By the parameter's number in a state_dict; 0 if all ranks have its state.
+        owners = {number: self._owners.get(param, 0) for number, param in enumerate(params)}
         own = {key: value for key, value in state_dict["state"].items() if owners.get(key, 0) in (rank, None)}
 
         def perform(backend: Backend) -> list[dict[Any, Any]]:
@@ -325,7 +323,7 @@ class StateSharding:
 
         states = self._run("state_dict of a sharded optimizer", name, perform)
         found = {key: value for each in states for key, value in each.items()}
-        for number, param in enumerate(_params(optimizer)):
+        for number, param in enumerate(params):
             if number in found and owners[number] is None:
                 found[number] = _join([each[number] for each in states], param)
         state = {number: found.pop(number) for number in sorted(number for number in found if number in owners)}
@@ -334,44 +332,22 @@ class StateSharding:
     def _select_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Leave what this rank owns in a state_dict that is about to be loaded; all of it if the session has ended."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        if len(numbers) != len(_params(optimizer)):
+        if len(numbers) != len(optimizer_params(optimizer)):
             return None  # the optimizer will refuse it
-        if self._loads_all or not self._reducer.group.is_usable:
+        if self.loads_all or not self._reducer.group.is_usable:
             self._state_in = None
             return None
         self.assign()
         state, rank = dict(state_dict["state"]), self._reducer.group.rank
-        for number, param in zip(numbers, _params(optimizer), strict=True):
+        for number, param in zip(numbers, optimizer_params(optimizer), strict=True):
             owner = self._owners.get(param, rank)
             if owner is None and number in state:
                 state[number] = dict(state[number])
                 self._cut_state(param, state[number])
             elif owner != rank:
                 state.pop(number, None)
-        self._state_in = self._whole_group()
+        self._state_in = self._reducer.group
         return {**state_dict, "state": state}
-
-    @contextlib.contextmanager
-    def loading_all(self) -> Iterator[None]:
-        """In the block load_state_dict() keeps all state, until the next step."""
-        self._loads_all = True
-        try:
-            yield
-        finally:
-            self._loads_all = False
-
-    def _owners_by_number(self, optimizer: torch.optim.Optimizer) -> dict[Any, int | None]:
-        """Return the owner of each parameter's state by the parameter's number in a state_dict; 0 if all have it."""
-        return {number: self._owners.get(param, 0) for number, param in enumerate(_params(optimizer))}
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _is_dense(param: torch.Tensor) -> bool:
-    """Return True if the parameter's memory has no gaps, so that its bytes can be sent."""
-    return dense_strides(param) == param.stride()
 
 
 def part_of(count: int, rank: int, size: int) -> slice:

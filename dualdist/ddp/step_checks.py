@@ -7,10 +7,9 @@ the same members, and exchange the kinds of their own gradients in one more mess
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -139,11 +138,6 @@ class StepChecks:
                 require_same(reducer.group, reducer.named_parameters(), name, f"before step {self._steps + 1}, ")
             self._steps += 1
         self._checked_reductions = reducer.num_reductions  # last, so that a repeated step() raises again
-
-    def for_closure(self, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
-        """Yield the check for each call of a closure; parameters are checked at the first only."""
-        yield functools.partial(self.before_step, optimizer)
-        yield from itertools.repeat(functools.partial(self.check_gradients, optimizer))
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise NonFiniteError unless the program has replaced the gradients, or a loss scaler will skip the step."""

@@ -212,8 +212,9 @@ class State:
             wrapper = get_wrapper(optimizer)
             if wrapper is not None and wrapper.sharding is not None:
                 copy = StateCopy.create({"optimizer": optimizer}, session.current().device)
-                with wrapper.sharding.loading_all():
-                    copy.load({"optimizer": optimizer}, session.current().device)
+                wrapper.sharding.loads_all = True
+                copy.load({"optimizer": optimizer}, session.current().device)
+                wrapper.sharding.loads_all = False
 
     def _rebind_optimizers(self) -> None:
         """Let the wrapped optimizers reduce in the new world group."""
