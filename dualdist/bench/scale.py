@@ -52,17 +52,6 @@ class LinkModel:
         return f"{self.alpha_s * 1e6:.1f} us and {bandwidth:.3f} GB/s"
 
 
-@dataclass(frozen=True)
-class FittedModel:
-    """A model fitted to a sweep over sizes on `ranks` ranks; a residual is model / measured - 1."""
-
-    algorithm: str
-    ranks: int
-    link: LinkModel
-    rms_residual: float
-    max_residual: float
-
-
 def predict_allreduce(algorithm: str, link: LinkModel, ranks: int, nbytes: float) -> float:
     """Return the seconds of an allreduce; 0 for a single rank."""
     if ranks < 2:
@@ -71,8 +60,11 @@ def predict_allreduce(algorithm: str, link: LinkModel, ranks: int, nbytes: float
     return messages * link.alpha_s + parts * nbytes * link.beta_s
 
 
-def fit_link(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> FittedModel:
-    """Fit alpha and beta to (bytes, seconds) by non-negative least squares of the relative errors."""
+def fit_link(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> tuple[LinkModel, float, float]:
+    """Fit alpha and beta to (bytes, seconds) by non-negative least squares of the relative errors.
+
+    Also return the RMS and the largest of the residuals, which are model / measured - 1.
+    """
     from scipy.optimize import lsq_linear  # nnls of SciPy 1.15, the last for Python 3.10, can be far from the minimum
 
     messages, parts = ALGORITHMS[algorithm](ranks)
@@ -80,32 +72,23 @@ def fit_link(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> 
     alpha, beta = lsq_linear(rows, [1.0] * len(rows), bounds=(0, math.inf), method="bvls").x
     link = LinkModel(float(alpha), float(beta))
     residuals = [predict_allreduce(algorithm, link, ranks, nbytes) / seconds - 1 for nbytes, seconds in sweep]
-    rms = math.hypot(*residuals) / math.sqrt(len(residuals))
-    return FittedModel(algorithm, ranks, link, rms, max(map(abs, residuals)))
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """Predicted training step on `ranks` ranks, whose allreduces run one after another.
-
-    `overlapped_s` is max(compute, communication), the bound with complete overlap; `serial_s` is their sum.
-    """
-
-    ranks: int
-    algorithm: str
-    communication_s: float
-    overlapped_s: float
-    serial_s: float
-    efficiency: float  # compute / overlapped
+    return link, math.hypot(*residuals) / math.sqrt(len(residuals)), max(map(abs, residuals))
 
 
 def predict_step(
     algorithm: str, link: LinkModel, ranks: int, nbytes: int, compute_s: float, buckets: int
-) -> StepPrediction:
-    """Predict the step whose `nbytes` of gradients are reduced in `buckets` of equal size."""
+) -> dict[str, Any]:
+    """Predict the step whose `nbytes` of gradients are reduced in `buckets` of equal size, one after another."""
     communication = buckets * predict_allreduce(algorithm, link, ranks, nbytes / buckets)
-    best = max(compute_s, communication)
-    return StepPrediction(ranks, algorithm, communication, best, compute_s + communication, compute_s / best)
+    bound = max(compute_s, communication)  # with complete overlap
+    return {
+        "ranks": ranks,
+        "algorithm": algorithm,
+        "communication_s": communication,
+        "overlapped_s": bound,
+        "serial_s": compute_s + communication,
+        "efficiency": compute_s / bound,
+    }
 
 
 BUCKET_BYTES = 25 << 20
@@ -181,12 +164,15 @@ def summarize(done: Done, options: ScaleOptions) -> dict[str, Any]:
     }
     fits = {(name, ranks): fit_link(name, ranks, points) for ranks, points in measured.items() for name in ALGORITHMS}
     base = min(measured, default=None)
-    links = {name: options.link or fits[name, base].link for name in ALGORITHMS if options.link or base is not None}
+    links = {name: options.link or fits[name, base][0] for name in ALGORITHMS if options.link or base is not None}
     buckets = max(1, -(-(nbytes or 0) // BUCKET_BYTES))
     return {
         "sweeps": sweeps,
         "fitted_on": base,
-        "fits": [asdict(fit) for fit in fits.values()],
+        "fits": [
+            {"algorithm": name, "ranks": ranks, "link": asdict(link), "rms_residual": rms, "max_residual": largest}
+            for (name, ranks), (link, rms, largest) in fits.items()
+        ],
         "links": {name: asdict(link) for name, link in links.items()},
         "validation": [
             {
@@ -207,7 +193,7 @@ def summarize(done: Done, options: ScaleOptions) -> dict[str, Any]:
             "buckets": buckets,
         },
         "predictions": [
-            asdict(predict_step(name, links[name], ranks, nbytes, compute_s, buckets))
+            predict_step(name, links[name], ranks, nbytes, compute_s, buckets)
             for ranks in options.ranks
             for name in links
             if compute_s is not None and nbytes is not None

@@ -32,11 +32,11 @@ RESOURCES_NOTE = (
 
 def with_raw_launchers(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Return the configurations with the launcher that the raw library needs to find its ranks."""
-    specs = [registry.get(config.backend) for config in configs]
-    return [
-        replace(each, launcher="mpirun" if registry.needs_mpi(each.backend, each.transport) else spec.launcher)
-        for each, spec in zip(configs, specs, strict=True)
-    ]
+    found = []
+    for each in configs:
+        needs_mpi = registry.needs_mpi(each.backend, each.transport)
+        found.append(replace(each, launcher="mpirun" if needs_mpi else registry.get(each.backend).launcher))
+    return found
 
 
 def plan_jobs(
@@ -46,17 +46,13 @@ def plan_jobs(
     for number in range(rounds):
         for config, each in itertools.product(configs, settings):
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-                yield _job(config, each, folder, kind, number)
-
-
-def _job(config: RunConfig, settings: MeasurementSettings, folder: Path, kind: str, number: int) -> PlannedJob:
-    own = folder / f"startup-{config.backend}-{config.transport or 'own'}-{settings.ranks}-{kind}-{number}"
-    library = registry.get(config.backend).library if kind == "raw" else "dualdist"
-    program = (cold_start.__file__, library, str(settings.ranks), str(own), settings.device)
-    reports = tuple(own / f"{rank}.json" for rank in range(settings.ranks))
-    title = f"round {number + 1}, start-up of {library}, {settings.ranks} ranks, {config}"
-    tags = {"config": config, "kind": kind, "ranks": settings.ranks, "launch": number}
-    return PlannedJob(title, program_command(config, program, settings), reports, tags)
+                own = folder / f"startup-{config.backend}-{config.transport or 'own'}-{each.ranks}-{kind}-{number}"
+                library = registry.get(config.backend).library if kind == "raw" else "dualdist"
+                program = (cold_start.__file__, library, str(each.ranks), str(own), each.device)
+                reports = tuple(own / f"{rank}.json" for rank in range(each.ranks))
+                title = f"round {number + 1}, start-up of {library}, {each.ranks} ranks, {config}"
+                tags = {"config": config, "kind": kind, "ranks": each.ranks, "launch": number}
+                yield PlannedJob(title, program_command(config, program, each), reports, tags)
 
 
 def summarize(done: Done) -> list[dict[str, Any]]:
@@ -65,14 +61,13 @@ def summarize(done: Done) -> list[dict[str, Any]]:
     for planned, reports in done:
         tags = planned.tags
         rounds.setdefault((tags["config"], tags["ranks"], tags["launch"]), {})[tags["kind"]] = reports
-    groups: dict[tuple[RunConfig, int], dict[str, list[list[dict[str, Any]]]]] = {}
+    groups: dict[tuple[RunConfig, int], list[dict[str, list[dict[str, Any]]]]] = {}
     for (config, ranks, _), found in rounds.items():
         if len(found) == len(KINDS):
-            group = groups.setdefault((config, ranks), {kind: [] for kind in KINDS})
-            for kind, reports in found.items():
-                group[kind].append(reports)
+            groups.setdefault((config, ranks), []).append(found)
     configs = list(dict.fromkeys(config for config, _ in groups))
-    return [_result(one, kinds) for config in configs for (one, _), kinds in groups.items() if one == config]
+    ordered = sorted(groups, key=lambda key: configs.index(key[0]))
+    return [_result(key[0], {kind: [found[kind] for found in groups[key]] for kind in KINDS}) for key in ordered]
 
 
 def _result(config: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
@@ -86,9 +81,7 @@ def _result(config: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> 
         for pair in zip(*([job[0][FOREIGN] for job in jobs] for jobs in kinds.values()), strict=True)
     ]
     return {
-        "backend": config.backend,
-        "transport": config.transport,
-        "launcher": config.launcher,
+        **asdict(config),
         "library": registry.get(config.backend).library,
         "ranks": len(kinds["raw"][0]),
         "rounds": len(kinds["raw"]),

@@ -54,36 +54,21 @@ def plan_jobs(
     with_memory: bool,
 ) -> Iterator[PlannedJob]:
     """Yield all jobs: every launch runs all models and configurations before the next."""
-    for launch in range(launches):
-        for each in options:
-            for config in configs:
-                methods = choose_methods(each.contenders, config)
-                yield _job("step", config, each, methods, settings, folder, launch)
-    for each in options if with_memory else ():
-        for config in configs:
-            for name in choose_methods(each.contenders, config):
-                yield _job("memory", config, each, (name,), settings, folder, 0)
-
-
-def _job(
-    kind: str,
-    config: RunConfig,
-    options: StepOptions,
-    methods: tuple[str, ...],
-    settings: MeasurementSettings,
-    folder: Path,
-    launch: int,
-) -> PlannedJob:
-    key = [kind, options.model, config.backend, config.transport or "own", config.launcher, *methods, str(launch)]
-    file = folder / f"{'-'.join(key)}.json"
-    reports: tuple[Path, ...] = (file,)
-    title = f"{kind} of {options.model}, {config}"
-    if kind == "memory":
-        reports = tuple(file.with_suffix(f".{rank}.json") for rank in range(settings.ranks))
-        title += f", {methods[0]}"
-    tags = {"kind": kind, "model": options.model, "config": config, "contenders": methods, "launch": launch}
-    command = worker_command(config, kind, replace(options, contenders=methods), file, settings)
-    return PlannedJob(title, command, reports, tags)
+    cases = [(each, config, choose_methods(each.contenders, config)) for each in options for config in configs]
+    wanted = [("step", launch, *case) for launch in range(launches) for case in cases]
+    if with_memory:
+        wanted += [("memory", 0, each, config, (name,)) for each, config, methods in cases for name in methods]
+    for kind, launch, each, config, methods in wanted:
+        key = [kind, each.model, config.backend, config.transport or "own", config.launcher, *methods, str(launch)]
+        file = folder / f"{'-'.join(key)}.json"
+        reports = [file]
+        title = f"{kind} of {each.model}, {config}"
+        if kind == "memory":
+            reports = [file.with_suffix(f".{rank}.json") for rank in range(settings.ranks)]
+            title += f", {methods[0]}"
+        tags = {"kind": kind, "model": each.model, "config": config, "contenders": methods, "launch": launch}
+        command = worker_command(config, kind, replace(each, contenders=methods), file, settings)
+        yield PlannedJob(title, command, tuple(reports), tags)
 
 
 def summarize(done: Done) -> list[dict[str, Any]]:
