@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from dualdist.utils.suggest import require_choice
 
 T = TypeVar("T")
 SUBMIT_S = 120.0
+LEAST = {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "gpus_per_node": 0, "gpus_per_task": 0, "requeue": 1}
 # Kubeflow's Training Operator (PyTorchJob, MPIJob), and its successor, Trainer (TrainJob).
 KUBEFLOW = ("v1", "v2")
 # Where Trainer's MPI plugin writes the list of hosts, and where it is asked to mount its keys.
@@ -110,34 +111,23 @@ class ScriptRequest:
     kubeflow: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "tasks_per_node", "cpus_per_task"):
-            _check_count(name, getattr(self, name), 1)
-        for name, minimum in (("gpus_per_node", 0), ("gpus_per_task", 0), ("requeue", 1)):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), minimum)
-        self._check_texts()
-        for _, message in find_resource_conflicts(vars(self)):
-            raise UsageError(message)
-        if self.launcher == "torchrun" and self.gpus_per_task:
-            raise UsageError(
-                f"--gpus-per-task {self.gpus_per_task}: torchrun is one task on each node, and its ranks see all GPUs: "
-                f"--gpus-per-node {self.gpus_per_task * self.tasks_per_node}"
-            )
-        if self.container and self.launcher == "horovodrun":
-            raise UsageError(
-                "horovodrun starts ranks by ssh, outside of any container: choose another launcher, "
-                "the backend horovod runs under all of them"
-            )
-
-    def _check_texts(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of {least} or more")
         if not self.program:
             raise UsageError("a job needs a program: a script, or -m and a module")
         _ = self.memory_mib, self.seconds
-        if self.job_name is not None:
-            _parse("--job-name", self.job_name, check_job_name)
-        for option, text in (("partition", self.queue), ("account", self.account), ("container", self.container)):
+        for option, text, check in (
+            ("--job-name", self.job_name, check_job_name),
+            ("--partition", self.queue, check_word),
+            ("--account", self.account, check_word),
+            ("--container", self.container, check_word),
+        ):
             if text is not None:
-                _parse(f"--{option}", text, check_word)
+                _parse(option, text, check)
+        for _, message in find_resource_conflicts(vars(self)):
+            raise UsageError(message)
 
     @property
     def size(self) -> int:
@@ -199,11 +189,6 @@ class ScriptRequest:
         chosen = {BACKEND_VARIABLE: self.backend, TRANSPORT_VARIABLE: self.transport}
         defaults = {"OMP_NUM_THREADS": str(self.cpus_per_task), "PYTHONUNBUFFERED": "1"}
         return {**defaults, **self.env, **{name: value for name, value in chosen.items() if value is not None}}
-
-
-def _check_count(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of {minimum} or more")
 
 
 def _parse(option: str, text: str, parse: Callable[[str], T]) -> T:
@@ -273,9 +258,10 @@ def job_script(name: str, request: ScriptRequest) -> str:
     """Return the job script that runs the request under the scheduler; UsageError if the scheduler cannot run it."""
     scheduler = find_scheduler(name)
     require_choice(request.launcher, scheduler.launchers, "launcher", f" under {name}")
-    if request.requeue is not None and scheduler.submit is None:
-        raise UsageError(f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts")
-    _check_request(name, request)
+    if request.kubeflow is not None and name == "kubernetes":
+        require_choice(request.kubeflow, KUBEFLOW, "version of Kubeflow's API")
+    for message in _refusals(name, request):
+        raise UsageError(message)
     if name != "kubernetes":
         return _render(scheduler.template, r=request, **_shell_context(request))
     if request.kubeflow == "v2":
@@ -302,42 +288,41 @@ def _render(template: str, **context: object) -> str:
     return environment.get_template(template).render(context).lstrip()
 
 
-def _check_request(name: str, request: ScriptRequest) -> None:
-    """Raise UsageError for what this scheduler alone cannot run."""
-    if name == "kubernetes":
-        _check_kubernetes(request)
-    elif request.kubeflow is not None:
-        raise UsageError(f"--kubeflow {request.kubeflow} with the scheduler {name}: it is for kubernetes; leave it out")
-    elif request.launcher == "horovodrun" and request.transport == "mpi":
-        raise UsageError("horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself")
-    if name == "pbs" and request.requeue is not None and request.seconds is None:
-        raise UsageError(f"--requeue {request.requeue} under PBS: its script looks at the clock; say --time, too")
-    if name == "ssh" and len(request.hosts) != request.nodes:
-        raise UsageError(f"{len(request.hosts)} hosts for {request.nodes} nodes: name each by -H host1:4,host2:4")
-    if name == "workstation" and request.nodes != 1:
-        raise UsageError(f"--nodes {request.nodes}: a workstation is one node; --scheduler ssh for several hosts")
-    if request.launcher == "jsrun" and request.memory_mib is not None:
-        raise UsageError("--memory under jsrun: its jobs have whole nodes, with all their memory; leave it out")
-    if request.launcher == "jsrun" and request.node_gpus % request.tasks_per_node:
-        raise UsageError(
-            f"{request.node_gpus} GPUs for {request.tasks_per_node} tasks on each node: jsrun gives every rank the same"
-        )
-
-
-def _check_kubernetes(request: ScriptRequest) -> None:
-    if request.kubeflow is not None:
-        require_choice(request.kubeflow, KUBEFLOW, "version of Kubeflow's API")
-    if request.container is None:
-        raise UsageError("Kubernetes runs images: name one that has dualdist, --container registry/name:tag")
-    if request.setup:
-        raise UsageError("setup lines under Kubernetes: what they set up must be in the image; leave them out")
-    if request.account is not None:
-        raise UsageError("--account under Kubernetes: jobs belong to the namespace of kubectl; leave it out")
-    if request.handed_on:
-        raise UsageError(
-            f"--env {request.handed_on[0]} under Kubernetes: pods see nothing of this shell; give a value, or a Secret "
-            "of the cluster to the pods"
-        )
+def _refusals(name: str, r: ScriptRequest) -> Iterator[str]:
+    """Yield why the scheduler cannot run the request."""
+    is_kubernetes, is_jsrun, gpus = name == "kubernetes", r.launcher == "jsrun", r.node_gpus
+    for is_refused, message in (
+        (r.launcher == "torchrun" and r.gpus_per_task, f"--gpus-per-task {r.gpus_per_task}: torchrun is one task on "
+         f"each node, and its ranks see all GPUs: --gpus-per-node {gpus}"),
+        (r.launcher == "horovodrun" and r.container, "horovodrun starts ranks by ssh, outside of any container: choose "
+         "another launcher, the backend horovod runs under all of them"),
+        (r.launcher == "horovodrun" and r.transport == "mpi",
+         "horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself"),
+        (r.requeue is not None and SCHEDULERS[name].submit is None,
+         f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts"),
+        (r.requeue is not None and name == "pbs" and r.seconds is None,
+         f"--requeue {r.requeue} under PBS: its script looks at the clock; say --time, too"),
+        (name == "ssh" and len(r.hosts) != r.nodes,
+         f"{len(r.hosts)} hosts for {r.nodes} nodes: name each by -H host1:4,host2:4"),
+        (name == "workstation" and r.nodes != 1,
+         f"--nodes {r.nodes}: a workstation is one node; --scheduler ssh for several hosts"),
+        (is_jsrun and r.memory_mib is not None,
+         "--memory under jsrun: its jobs have whole nodes, with all their memory; leave it out"),
+        (is_jsrun and gpus % r.tasks_per_node,
+         f"{gpus} GPUs for {r.tasks_per_node} tasks on each node: jsrun gives every rank the same"),
+        (not is_kubernetes and r.kubeflow is not None,
+         f"--kubeflow {r.kubeflow} with the scheduler {name}: it is for kubernetes; leave it out"),
+        (is_kubernetes and r.container is None,
+         "Kubernetes runs images: name one that has dualdist, --container registry/name:tag"),
+        (is_kubernetes and r.setup,
+         "setup lines under Kubernetes: what they set up must be in the image; leave them out"),
+        (is_kubernetes and r.account is not None,
+         "--account under Kubernetes: jobs belong to the namespace of kubectl; leave it out"),
+        (is_kubernetes and r.handed_on, f"--env {''.join(r.handed_on[:1])} under Kubernetes: pods see nothing of this "
+         "shell; give a value, or a Secret of the cluster to the pods"),
+    ):  # fmt: skip
+        if is_refused:
+            yield message
 
 
 def _shell_context(request: ScriptRequest) -> dict[str, object]:
@@ -360,7 +345,7 @@ def _kubernetes_context(request: ScriptRequest) -> dict[str, object]:
     return {
         "generate_name": f"{_object_name(request)[:50]}-",
         "limits": _limits(request),
-        "mpirun_command": ["mpirun", *_mpirun_words(request, request.variables())],
+        "mpirun_command": ["mpirun", *_mpirun_words(request)],
         "torchrun_variables": _torchrun_variables(request),
     }
 
@@ -380,7 +365,7 @@ def _trainjob_context(request: ScriptRequest) -> dict[str, object]:
         "limits": _limits(request),
         # By its full path, mpirun tells its daemons where Open MPI lies. They have the PATH of an ssh session.
         "launcher_script": f'install -m 600 {SSH_KEYS}/id_rsa {SSH_KEY} && exec "$(command -v mpirun)" "$@"',
-        "mpirun_args": ["--hostfile", MPI_HOSTFILE, "-x", "PATH", *_mpirun_words(request, request.variables())],
+        "mpirun_args": ["--hostfile", MPI_HOSTFILE, "-x", "PATH", *_mpirun_words(request)],
         "trainer_variables": variables,
         "ssh_keys": SSH_KEYS,
         "host_key": HOST_KEY,
@@ -408,9 +393,9 @@ def _torchrun_variables(request: ScriptRequest) -> dict[str, str]:
     return {**request.variables(), **grace}
 
 
-def _mpirun_words(request: ScriptRequest, variables: Mapping[str, str]) -> list[str]:
+def _mpirun_words(request: ScriptRequest) -> list[str]:
     """Return what follows mpirun in a launcher pod."""
-    exported = [word for name in variables for word in ("-x", name)]
+    exported = [word for name in request.variables() for word in ("-x", name)]
     flags = ["--allow-run-as-root", "--bind-to", "none", "-n", str(request.size), *exported]
     return [*flags, "python", "-m", "dualdist", "exec", *request.program]
 
