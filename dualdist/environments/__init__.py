@@ -169,7 +169,6 @@ def find_unused(environ: Mapping[str, str], topology: Topology) -> Iterator[Unus
 
 
 def find_all_set(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of all launcher variables that are set."""
     return find_present(environ, ALL_VARIABLES)
 
 

@@ -43,11 +43,9 @@ class LauncherVariables:
     num_nodes: str | None = None
 
     def given(self) -> tuple[str, ...]:
-        """Return the names of the variables that the launcher sets."""
         return tuple(name for name in self.by_field().values() if name is not None)
 
     def by_field(self) -> dict[str, str | None]:
-        """Return the variable's name for each field of a Topology."""
         return {field: getattr(self, field) for field in FIELDS}
 
 
@@ -145,7 +143,6 @@ class MainAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Return True if only ranks of one host can use the address."""
         return self.address in ("localhost", "::1") or self.address.startswith("127.")
 
 

@@ -58,5 +58,4 @@ def detect_override(environ: Mapping[str, str]) -> Topology | None:
 
 
 def detect_single(environ: Mapping[str, str]) -> Topology:
-    """Return rank 0 of 1."""
     return Topology(0, 1, 0, 1, 0, 1, launcher="none", source="no launcher's variables")

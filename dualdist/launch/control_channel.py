@@ -85,7 +85,6 @@ Message = TypeVar("Message", RankHello, RankEnded, RankFailing)
 
 
 def dumps(message: RankHello | RankEnded | RankFailing) -> bytes:
-    """Return the message as a line of JSON."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 

@@ -73,7 +73,6 @@ def exit_code(launcher_codes: Sequence[int], failure: RankEnd | None, *, is_elas
 
 
 def shell_code(code: int) -> int:
-    """Return 128 + n for signal n, as shells do."""
     return 128 - code if code < 0 else code
 
 
@@ -125,5 +124,4 @@ def is_consequence(text: str) -> bool:
 
 
 def _line_before(lines: list[str], n: int) -> str:
-    """Return the last nonempty line before line n."""
     return next((line for line in reversed(lines[:n]) if line), "")

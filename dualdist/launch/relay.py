@@ -58,24 +58,19 @@ class OutputRelay:
         self._line = b""
         self._partial_at = 0.0
 
-    def pump(self) -> bytes:
-        """Copy and return what is available, at most about CHUNK bytes; close the relay at the end of the source."""
-        found, has_ended = b"", False
-        while self.is_open and not has_ended and len(found) < CHUNK:
-            try:
-                chunk = os.read(self.source, CHUNK)
-            except BlockingIOError:
-                break
-            found += chunk
-            has_ended = not chunk
-        if self._keep:
-            self.tail = (self.tail + found)[-self._keep :]
-        if found:
-            self._on_read(found)
-            self._pass_on(found)
-        if has_ended:
+    def pump(self) -> None:
+        """Copy what is available, at most CHUNK bytes; close the relay at the end of the source."""
+        try:
+            chunk = os.read(self.source, CHUNK)
+        except BlockingIOError:
+            return
+        if not chunk:
             self.close()
-        return found
+            return
+        if self._keep:
+            self.tail = (self.tail + chunk)[-self._keep :]
+        self._on_read(chunk)
+        self._pass_on(chunk)
 
     def pump_into(self, selector: selectors.BaseSelector) -> None:
         """Call pump(), and unregister the source from the selector at its end."""
@@ -85,7 +80,6 @@ class OutputRelay:
             selector.unregister(source)
 
     def close(self) -> None:
-        """Write the incomplete last line, and close the source."""
         if self.is_open:
             self.is_open = False
             self._write(self._format([self._line]) if self._line else b"")

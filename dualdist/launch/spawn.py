@@ -153,7 +153,6 @@ def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
 
 
 def _end(process: BaseProcess) -> None:
-    """End the process if it is alive."""
     if process.is_alive():
         process.terminate()
         process.join(GRACE_S)

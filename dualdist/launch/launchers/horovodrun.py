@@ -15,7 +15,6 @@ OUTPUT_PREFIX = r"\[(?:\d+,)?\d+\]<std(?:out|err)>:"
 
 
 def gloo_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    """Return the command line of horovodrun --gloo."""
     if _is_multi_host(job) and shlex.quote(site.folder) != site.folder:
         raise LaunchError(
             f"horovodrun passes the folder {site.folder!r} unquoted to the shells of other hosts: start the job in a "
@@ -25,7 +24,6 @@ def gloo_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 
 def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    """Return the command line of horovodrun --mpi."""
     site.path_of("mpirun")
     if site.mpi == "openmpi5":
         raise LaunchError(

@@ -21,7 +21,6 @@ OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--
 
 
 def mpirun_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    """Return the command line of the installed mpirun."""
     variables, mpirun = job.variables(), site.path_of("mpirun")
     if site.mpi in OPENMPI:
         flags = _openmpi_flags(job, site)

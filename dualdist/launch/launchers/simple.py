@@ -6,7 +6,6 @@ from dualdist.launch.job import Command, Host, Job, Launcher, Site
 
 
 def python_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    """Return the program itself, for one rank on this host."""
     if job.ranks != 1 or job.hosts:
         wanted = f"{job.ranks} on {', '.join(host.name for host in job.hosts)}" if job.hosts else f"{job.ranks}"
         raise LaunchError(f"plain python starts 1 rank, not {wanted}: choose a launcher, or call dd.spawn")
@@ -46,7 +45,6 @@ def topology_variables(
 
 
 def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    """Return one torchrun agent per host."""
     torchrun, variables, program = site.path_of("torchrun"), job.variables(), job.program
     if any(word.startswith("--") for word in program):
         # Torchrun would refuse what could be an abbreviation of several of its own options, such as the program's --n.
@@ -72,7 +70,6 @@ def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 
 def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    """Return srun's command line, for an existing Slurm allocation or a new one."""
     flags = ["--kill-on-bad-exit=1"]  # else Slurm waits for the other ranks when one has failed
     if job.hosts:  # arbitrary: the list names the node of every rank, in rank order
         nodes = ",".join(host.name for host, ranks in job.ranks_by_host() for _ in range(ranks))

@@ -66,7 +66,6 @@ SCHEDULERS = {
 
 
 def find_scheduler(name: str) -> Scheduler:
-    """Return the scheduler of this name; UsageError lists the valid names."""
     return SCHEDULERS[require_choice(name, SCHEDULERS, "scheduler")]
 
 
@@ -135,7 +134,6 @@ class ScriptRequest:
 
     @property
     def layout(self) -> str:
-        """The numbers of nodes and ranks, in words."""
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         ranks = "1 rank" if self.tasks_per_node == 1 else f"{self.tasks_per_node} ranks"
         return f"{nodes}, {ranks} on each"
@@ -150,7 +148,6 @@ class ScriptRequest:
 
     @property
     def node_gpus(self) -> int:
-        """GPUs on each node."""
         return self.gpus_per_node or (self.gpus_per_task or 0) * self.tasks_per_node
 
     @property
@@ -185,7 +182,6 @@ class ScriptRequest:
         return None if seconds is None else f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of every rank."""
         chosen = {BACKEND_VARIABLE: self.backend, TRANSPORT_VARIABLE: self.transport}
         defaults = {"OMP_NUM_THREADS": str(self.cpus_per_task), "PYTHONUNBUFFERED": "1"}
         return {**defaults, **self.env, **{name: value for name, value in chosen.items() if value is not None}}
@@ -289,7 +285,6 @@ def _render(template: str, **context: object) -> str:
 
 
 def _refusals(name: str, r: ScriptRequest) -> Iterator[str]:
-    """Yield why the scheduler cannot run the request."""
     is_kubernetes, is_jsrun, gpus = name == "kubernetes", r.launcher == "jsrun", r.node_gpus
     for is_refused, message in (
         (r.launcher == "torchrun" and r.gpus_per_task, f"--gpus-per-task {r.gpus_per_task}: torchrun is one task on "
@@ -326,7 +321,6 @@ def _refusals(name: str, r: ScriptRequest) -> Iterator[str]:
 
 
 def _shell_context(request: ScriptRequest) -> dict[str, object]:
-    """Return what the templates of shell scripts need besides the request."""
     given = [shlex.quote(f"{name}={value}") for name, value in request.variables().items()]
     inherited = [f'"{name}=${{{name}?is not set where this was submitted}}"' for name in request.handed_on]
     prefixes = (f"{prefix}*" for prefix in (*LAUNCHER_PREFIXES, *FORWARDED_PREFIXES))
@@ -341,7 +335,6 @@ def _shell_context(request: ScriptRequest) -> dict[str, object]:
 
 
 def _kubernetes_context(request: ScriptRequest) -> dict[str, object]:
-    """Return what the template for Kubernetes needs besides the request."""
     return {
         "generate_name": f"{_object_name(request)[:50]}-",
         "limits": _limits(request),
@@ -351,7 +344,6 @@ def _kubernetes_context(request: ScriptRequest) -> dict[str, object]:
 
 
 def _trainjob_context(request: ScriptRequest) -> dict[str, object]:
-    """Return what the template of Trainer's TrainJob needs besides the request."""
     variables = _torchrun_variables(request)
     if request.launcher == "mpirun":
         options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
@@ -380,7 +372,6 @@ def _object_name(request: ScriptRequest) -> str:
 
 
 def _limits(request: ScriptRequest) -> dict[str, str]:
-    """Return the resources of a pod."""
     memory = request.memory_in("Gi", "Mi")
     limits = {"cpu": str(request.cpus_per_task * request.tasks_per_node)}
     limits |= {"memory": memory} if memory is not None else {}
