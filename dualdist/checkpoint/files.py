@@ -298,7 +298,16 @@ class _HashingWriter:
         view = memoryview(data)
         try:
             for start in range(0, len(view), CHUNK_BYTES):
-                self._write_chunk(view[start : start + CHUNK_BYTES])
+                chunk = view[start : start + CHUNK_BYTES]
+                self._progress.require_awaited()
+                self._file.write(chunk)
+                self._hash.update(chunk)
+                self._progress.nbytes += len(chunk)
+                self._unsynced += len(chunk)
+                if self._unsynced >= SYNC_BYTES:
+                    self._unsynced = 0
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
         except OSError as error:
             self.error = error
             raise
@@ -309,17 +318,6 @@ class _HashingWriter:
 
     def digest(self) -> str:
         return self._hash.hexdigest()
-
-    def _write_chunk(self, chunk: memoryview) -> None:
-        self._progress.require_awaited()
-        self._file.write(chunk)
-        self._hash.update(chunk)
-        self._progress.nbytes += len(chunk)
-        self._unsynced += len(chunk)
-        if self._unsynced >= SYNC_BYTES:
-            self._unsynced = 0
-            self._file.flush()
-            os.fsync(self._file.fileno())
 
 
 def _remove_stale_drafts(folder: Path) -> None:

@@ -138,7 +138,9 @@ class PendingSave:
                 self._outcome = await_outcome(self._group, self._name, self._task)
             except BaseException:
                 if not self._is_copy:
-                    self._abandon()
+                    self._outcome = DiskOutcome(error="the checkpoint was abandoned: the wait for it was interrupted")
+                    if self._task is not None:
+                        self._task.abandon()
                 raise
         return str(unwrap_outcome(self._outcome, self._task))
 
@@ -152,11 +154,6 @@ class PendingSave:
             while self._outcome is None:
                 self._outcome = self._task.outcome()
             unwrap_outcome(self._outcome, self._task)
-
-    def _abandon(self) -> None:
-        self._outcome = DiskOutcome(error="the checkpoint was abandoned: the wait for it was interrupted")
-        if self._task is not None:
-            self._task.abandon()
 
 
 class CheckpointSaver:
@@ -189,7 +186,11 @@ class CheckpointSaver:
         cause: Exception | None = None
         gathered = gather_sharded(parts)
         try:
-            _check_arguments(parts, keep)
+            if keep is not None and (not isinstance(keep, int) or keep < 1):
+                raise UsageError(
+                    f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all"
+                )
+            check_part_names(parts)
             if group.rank == ROOT:
                 content = collect_state(parts, copy=async_op, gathered=gathered)
         except Exception as error:  # from the program's own objects, too: the other ranks must not wait for this one
@@ -220,12 +221,6 @@ class CheckpointSaver:
             )
         self._last = PendingSave(group, name, task, is_copy=async_op)
         return self._last
-
-
-def _check_arguments(parts: Mapping[str, Any], keep: int | None) -> None:
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise UsageError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-    check_part_names(parts)
 
 
 def _gather_random_states(

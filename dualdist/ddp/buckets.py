@@ -86,9 +86,8 @@ class Bucket:
         self._sent_all_dense = False
         self._is_nested = False
         self.sent_bytes = 0  # of gradients, without flags, that this rank gave to the last reduction
-        self._contexts: list[Any] = []
-        self._shapes: list[torch.Size] = []
-        self._dtypes: list[torch.dtype] = []  # a compressor may choose one for each gradient
+        # Of what a compressor returned for each gradient: its shape, its dtype, and the context.
+        self._sent: list[tuple[torch.Size, torch.dtype, Any]] = []
         members = [1.0] * len(plan.shapes) + [0.0] * len(plan.shapes)
         self._all_dense_flags = torch.tensor([*members, *_one_hot(CONTRIBUTES)], device="cpu")
         self.values = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
@@ -255,18 +254,17 @@ class Bucket:
         if compressor is None or isinstance(compressor, CastCompression):
             return self.values if compressor is None else compressor.compress(self.values)[0]
         pairs = [compressor.compress(view) for view in self.views if view is not None]
-        sent = [tensor for tensor, _ in pairs]
-        self._contexts = [ctx for _, ctx in pairs]
-        self._shapes, self._dtypes = [tensor.shape for tensor in sent], [tensor.dtype for tensor in sent]
-        if len({dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes}) > 1:
+        self._sent = [(tensor.shape, tensor.dtype, ctx) for tensor, ctx in pairs]
+        dtypes = [tensor.dtype for tensor, _ in pairs]
+        if len({dtype.is_floating_point or dtype.is_complex for dtype in dtypes}) > 1:
             raise UsageError(
                 f"{compressor_name(compressor)} returned integers for some gradients and not for others: "
-                f"{set(self._dtypes)}; return one kind for all"
+                f"{set(dtypes)}; return one kind for all"
             )
-        dtype = self._dtypes[0] if sent else self.tail.dtype
+        dtype = dtypes[0] if dtypes else self.tail.dtype
         if dtype in INTEGERS and torch.iinfo(dtype).max < self._channel.size:
             dtype = torch.int32  # for all: sums of the flags of many ranks must not wrap to 0
-        return torch.cat([*(tensor.reshape(-1) for tensor in sent), self.tail.to(dtype)])
+        return torch.cat([*(tensor.reshape(-1) for tensor, _ in pairs), self.tail.to(dtype)])
 
     @torch.no_grad()
     def unpack(self) -> None:
@@ -303,10 +301,9 @@ class Bucket:
         is_mean, can_divide = self.config.op == "mean", sums.is_floating_point() or sums.is_complex()
         if is_mean and can_divide:
             divide_(sums, self._channel.size)
-        pieces = sums.split([shape.numel() for shape in self._shapes])
-        sent = zip(pieces, self._shapes, self._dtypes, self._contexts, strict=True)
+        pieces = sums.split([shape.numel() for shape, *_ in self._sent])
         views = [view for view in self.views if view is not None]
-        for view, (piece, shape, dtype, ctx) in zip(views, sent, strict=True):
+        for view, piece, (shape, dtype, ctx) in zip(views, pieces, self._sent, strict=True):
             view.copy_(compressor.decompress(piece.view(shape).to(dtype), ctx))
         if is_mean and not can_divide:
             divide_(self.gradients, self._channel.size)

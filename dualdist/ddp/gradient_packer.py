@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -84,6 +84,14 @@ class _Member:
     is_in_place: bool = False  # packed without a copy
 
 
+@dataclass
+class _Bucket:
+    members: Sequence[int]
+    scale: float  # of the copies
+    pending: int = 0
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+
+
 class GradientPacker:
     """Hooks on parameters, which are numbered, and the buckets that their gradients are copied to."""
 
@@ -94,10 +102,7 @@ class GradientPacker:
         self.reducer = weakref.ref(reducer)
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a separate thread
         self._members: dict[int, _Member] = {}
-        self._buckets: list[Sequence[int]] = []
-        self._scales: list[float] = []
-        self._pending: list[int] = []
-        self._streams: list[set[torch.cuda.Stream]] = []
+        self._buckets: list[_Bucket] = []
         self._open: set[int] = set()  # autograd's ids of the backwards that have begun and not ended
         self._order: list[int] = []
 
@@ -115,17 +120,16 @@ class GradientPacker:
         """Leave a parameter to the packer that has taken it."""
         member = self._members[number]
         if member.param is not None and member.bucket >= 0 and not member.is_ready:
-            self._pending[member.bucket] -= 1
+            self._buckets[member.bucket].pending -= 1
         if member.hook is not None and member.hook.packer() is self:
             member.hook.packer = lambda: None
         member.param = member.node = member.hook = None
 
     def detach(self) -> None:
         """Stop watching all parameters."""
-        for member in self._members.values():
-            if member.hook is not None and member.hook.packer() is self:
-                member.hook.packer = lambda: None
-        self._members, self._buckets, self._scales, self._pending, self._streams = {}, [], [], [], []
+        for number in self._members:
+            self.forget(number)
+        self._members, self._buckets = {}, []
         self._open.clear()
         self._order.clear()
 
@@ -135,18 +139,13 @@ class GradientPacker:
         """Set the members of a bucket, the views of its memory that their gradients are copied to, and the factor that
         the copies are multiplied by.
         """
-        if index == len(self._buckets):
-            self._buckets.append(members)
-            self._scales.append(scale)
-            self._pending.append(0)
-            self._streams.append(set())
-        self._buckets[index], self._scales[index] = members, scale
+        self._buckets[index : index + 1] = [_Bucket(members, scale)]
         for number, view in zip(members, views, strict=True):
             self._members[number].bucket, self._members[number].view = index, view
         self._reset(index)
 
     def clear_buckets(self) -> None:
-        self._buckets, self._scales, self._pending, self._streams = [], [], [], []
+        self._buckets = []
         for member in self._members.values():
             member.bucket, member.view = -1, None
 
@@ -157,11 +156,12 @@ class GradientPacker:
             self._reset(index)
 
     def _reset(self, index: int) -> None:
-        members = [self._members[number] for number in self._buckets[index]]
+        bucket = self._buckets[index]
+        members = [self._members[number] for number in bucket.members]
         for member in members:
             member.is_ready = member.is_packed = member.is_in_place = False
-        self._pending[index] = sum(member.param is not None for member in members)
-        self._streams[index].clear()
+        bucket.pending = sum(member.param is not None for member in members)
+        bucket.streams.clear()
 
     def open(self, backward: int) -> None:
         self._open.add(backward)
@@ -174,7 +174,7 @@ class GradientPacker:
 
     def pending(self, index: int) -> int:
         """Return how many gradients a bucket lacks."""
-        return self._pending[index]
+        return self._buckets[index].pending
 
     def order(self) -> list[int]:
         """Return the parameters whose gradients are ready, in that order."""
@@ -187,23 +187,23 @@ class GradientPacker:
         Returns:
             True if every member has a dense gradient.
         """
-        all_dense = True
-        for number in self._buckets[index]:
+        all_dense, bucket = True, self._buckets[index]
+        for number in bucket.members:
             member = self._members[number]
-            if not member.is_packed and not self._pack(member, index):
+            if not member.is_packed and not self._pack(member, bucket):
                 all_dense = False
                 if member.view is not None:
                     member.view.zero_()
-            if member.is_in_place and member.view is not None and self._scales[index] != 1.0:
-                member.view.mul_(self._scales[index])
-        for stream in self._streams[index]:
+            if member.is_in_place and member.view is not None and bucket.scale != 1.0:
+                member.view.mul_(bucket.scale)
+        for stream in bucket.streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         return all_dense
 
     @torch.no_grad()
     def assign_grads(self, index: int, as_views: bool) -> None:
         """Make the bucket's values the gradients of its members: as views, or copied."""
-        for number in self._buckets[index]:
+        for number in self._buckets[index].members:
             member = self._members[number]
             if member.param is not None and member.view is not None:
                 assign_grad(member.param, member.view, as_views=as_views)
@@ -226,28 +226,29 @@ class GradientPacker:
             grad, view = member.param.grad, member.view
             if is_dense(grad) and view is not None and (grad.dtype, grad.device) != (view.dtype, view.device):  # type: ignore[union-attr]
                 reducer.refuse_gradient(number)
-            self._pack(member, member.bucket)
+            bucket = self._buckets[member.bucket]
+            self._pack(member, bucket)
             member.is_ready = True
             self._order.append(number)
-            self._pending[member.bucket] -= 1
-            is_full = self._pending[member.bucket] == 0
+            bucket.pending -= 1
+            is_full = bucket.pending == 0
         if is_full and self.launches_early:
             reducer.on_bucket_ready()
 
-    def _pack(self, member: _Member, index: int) -> bool:
+    def _pack(self, member: _Member, bucket: _Bucket) -> bool:
         """Copy a gradient to its place in the bucket, unless it is there; False if it is missing or not dense."""
         grad = None if member.param is None else member.param.grad
         if grad is not None and grad.is_cuda:  # also of a gradient that the bucket's launch reads
-            self._streams[index].add(torch.cuda.current_stream(grad.device))
+            bucket.streams.add(torch.cuda.current_stream(grad.device))
         if grad is None or member.view is None or not is_dense(grad):
             return False
         member.is_in_place = is_same_memory(grad, member.view)
         if not member.is_in_place:
             with torch.no_grad():
-                if self._scales[index] == 1.0:
+                if bucket.scale == 1.0:
                     member.view.copy_(grad)
                 else:
-                    torch.mul(grad, self._scales[index], out=member.view)
+                    torch.mul(grad, bucket.scale, out=member.view)
         member.is_packed = True
         return True
 

@@ -12,13 +12,13 @@ from dualdist.collectives.group import Group
 from dualdist.collectives.handle import rank_args_of
 from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_response
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
+from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
 from dualdist.monitoring.monitored import require_responsive
 from dualdist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Work
-    from dualdist.ddp.buckets import Bucket
 
 POLL_S = 0.0005
 
@@ -30,12 +30,11 @@ class JoinedRank:
     joined. It is the exchange of due reducers, or the first bucket if the group has one reducer only.
     """
 
+    _first: Bucket | Work
+
     def __init__(self, group: Group) -> None:
         self._group = group
         self._plans: list[ReductionPlan] = group.reducers
-        self._flags: torch.Tensor | None = None
-        self._work: Work | None = None
-        self._first: Bucket | None = None
         self._is_over = len(active_plans(group)) < 2 and not any(plan.buckets for plan in active_plans(group))
         for plan in self._plans:
             reducer = plan.reducer()
@@ -44,21 +43,16 @@ class JoinedRank:
         self._launch_first_message()
 
     def has_reduction_begun(self) -> bool:
-        if self._is_over:
-            return False
-        if self._first is not None:
-            return self._first.done()
-        return self._work is not None and self._work.done()
+        return not self._is_over and self._first.done()
 
     def run_reduction(self) -> None:
         """Take part in the reduction that has begun; wait for its first message if necessary."""
-        if self._first is not None:
-            self._first.wait()
+        self._first.wait()
+        if isinstance(self._first, Bucket):
             self._is_over = not (self._first.any_rank_set(CONTRIBUTES) or self._first.any_rank_set(DISCARDS))
             if not self._is_over:
                 self._reduce(active_plans(self._group)[0], self._first)
-        elif self._work is not None and self._flags is not None:
-            self._work.wait()
+        else:
             self._is_over = not self._flags[-1]
             for plan, is_due in zip(self._plans, self._flags, strict=False):
                 if is_due and plan.buckets:
@@ -78,7 +72,7 @@ class JoinedRank:
             self._first = self._launch(plans[0], 0)
         else:
             self._flags = torch.zeros(len(self._plans) + 1, dtype=torch.int32, device="cpu")
-            self._work = allreduce_due_flags(self._group, self._flags)
+            self._first = allreduce_due_flags(self._group, self._flags)
 
     def _reduce(self, plan: ReductionPlan, first: Bucket) -> None:
         buckets = [first, *(self._launch(plan, index) for index in range(1, len(plan.buckets)))]

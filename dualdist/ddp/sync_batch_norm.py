@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,20 +72,18 @@ class SyncBatchNorm(_BatchNorm):
         Returns:
             The module, or the replacement if the module is itself a batch normalization layer.
         """
-        converted = cls._from_batch_norm(module, group) if isinstance(module, _BatchNorm) else module
+        converted = module
+        if isinstance(module, _BatchNorm):
+            converted = new = cls(
+                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, group=group
+            )
+            new.weight, new.bias = module.weight, module.bias
+            new.running_mean, new.running_var = module.running_mean, module.running_var
+            new.num_batches_tracked = module.num_batches_tracked
+            new.training = module.training
         for name, child in module.named_children():
             converted.add_module(name, cls.convert_sync_batchnorm(child, group))
         return converted
-
-    @classmethod
-    def _from_batch_norm(cls, old: _BatchNorm, group: Group | None) -> SyncBatchNorm:
-        new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
-        new._group_ref = _GroupRef(group)
-        new.weight, new.bias = old.weight, old.bias
-        new.running_mean, new.running_var = old.running_mean, old.running_var
-        new.num_batches_tracked = old.num_batches_tracked
-        new.training = old.training
-        return new
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
@@ -144,18 +143,18 @@ class _GroupRef:
         return _GroupRef, (None,)
 
 
+@dataclass(frozen=True)
 class _Statistics:
     """Mean and variance of each channel over all ranks: float64, in shapes that broadcast over a batch.
 
     `total` is the number of values per channel on all ranks. All are tensors, so that the host does not wait for a GPU.
     """
 
-    def __init__(self, group: Group, name: str, total: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> None:
-        self.group = group
-        self.name = name
-        self.total = total
-        self.mean = mean
-        self.var = var  # biased; the running variance is unbiased
+    group: Group
+    name: str
+    total: torch.Tensor
+    mean: torch.Tensor
+    var: torch.Tensor  # biased; the running variance is unbiased
 
     @staticmethod
     def compute(group: Group, batch: torch.Tensor) -> _Statistics:
