@@ -14,6 +14,7 @@ START = time.perf_counter()
 
 import itertools  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -64,8 +65,6 @@ def main() -> None:
 
 def _wait_for_ranks(folder: Path, size: int) -> None:
     """Wait until all ranks have created a file in the folder."""
-    import os
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"here-{os.getpid()}").touch()
     deadline = time.monotonic() + TIMEOUT_S
@@ -77,7 +76,6 @@ def _wait_for_ranks(folder: Path, size: int) -> None:
 
 def _resources() -> dict[str, int | None]:
     """Return memory and sockets of this process on Linux, None elsewhere."""
-    import os
 
     def sum_of(file: str, *names: str) -> int | None:
         try:
@@ -119,8 +117,6 @@ def _import_torch() -> Library:
     def start(torch: Any, device: str) -> tuple[int, Any]:
         cuda = device != "cpu" and torch.cuda.is_available()
         if cuda:
-            import os
-
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         return dist.get_rank(), torch.zeros(2, device="cuda" if cuda else "cpu")

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 
 import dualdist as dd
 from dualdist import session
@@ -67,14 +66,6 @@ class RankTimings:
     rounds: list[CpuUse] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Sync:
-    """`barrier` returns when all ranks have called it, `synchronize` when the device has finished its work."""
-
-    barrier: Callable[[], object]
-    synchronize: Callable[[], object]
-
-
 def round_order(names: Sequence[str], number: int) -> list[str]:
     """Return the order of a round: each contender is first equally often, and odd rounds run in reverse."""
     shift = number // 2 % len(names)
@@ -82,32 +73,37 @@ def round_order(names: Sequence[str], number: int) -> list[str]:
     return rotated[::-1] if number % 2 else rotated
 
 
-def interleave(calls: Sequence[TimedCall], repeats: int, rounds: int, sync: Sync, node_rank: int) -> RankTimings:
+def interleave(calls: Sequence[TimedCall], repeats: int, rounds: int, device: torch.device) -> RankTimings:
     """Time every call in every round, `repeats` calls per sample; called by all ranks."""
     by_name = {each.name: each for each in calls}
-    timings = RankTimings(node_rank, {name: [] for name in by_name}, {name: [] for name in by_name})
+    timings = RankTimings(dd.node_rank(), {name: [] for name in by_name}, {name: [] for name in by_name})
     for number in range(rounds):
         before = read_cpu()
         for name in round_order(list(by_name), number):
-            seconds, cpu_s = time_call(by_name[name], repeats, sync)
+            seconds, cpu_s = time_call(by_name[name], repeats, device)
             timings.seconds[name].append(seconds)
             timings.cpu_s[name].append(cpu_s)
         timings.rounds.append(CpuUse.between(before, read_cpu()))
     return timings
 
 
-def time_call(timed: TimedCall, repeats: int, sync: Sync) -> tuple[float, float]:
+def time_call(timed: TimedCall, repeats: int, device: torch.device) -> tuple[float, float]:
     """Return seconds and CPU seconds of this process per call, over `repeats` calls."""
     for _ in range(timed.warmup):
         timed.call()
-    sync.synchronize()
-    sync.barrier()
+    _synchronize(device)
+    dd.barrier()
     cpu, start = time.process_time(), time.perf_counter()
     for _ in range(repeats):
         timed.call()
-    sync.synchronize()
+    _synchronize(device)
     end = time.perf_counter()
     return (end - start) / repeats, (time.process_time() - cpu) / repeats
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def repeats_to_fill(block_s: float, seconds: float, least: int, most: int) -> int:
@@ -126,10 +122,6 @@ def merge_ranks(timings: Sequence[RankTimings]) -> dict[str, Any]:
     }
 
 
-def _session_sync(device: torch.device) -> Sync:
-    return Sync(dd.barrier, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
-
-
 def measure_steps(options: StepOptions) -> dict[str, Any]:
     """Time a training step of every contender in an open session; every rank calls this and gets the result."""
     device = dd.device()
@@ -138,15 +130,14 @@ def measure_steps(options: StepOptions) -> dict[str, Any]:
         case = step_case(options, device, dd.rank())
         trainers = [make_trainer(name, case, device, options.optimizer) for name in options.contenders]
         calls = [TimedCall(each.method, partial(each.step, case)) for each in trainers]
-        sync = _session_sync(device)
         for _ in range(options.warmup):
             for call in calls:
-                time_call(call, 1, sync)
+                time_call(call, 1, device)
         steps = options.steps
         if not steps:
-            middle = median(time_call(call, 1, sync)[0] for call in calls)
+            middle = median(time_call(call, 1, device)[0] for call in calls)
             steps = dd.broadcast_object(repeats_to_fill(options.block_s, middle, MIN_STEPS, MAX_STEPS))
-        timings = interleave(calls, steps, options.rounds, sync, dd.node_rank())
+        timings = interleave(calls, steps, options.rounds, device)
         parameters = list(trainers[0].model.parameters())
         return {
             **merge_ranks(dd.allgather_object(timings)),
@@ -167,16 +158,15 @@ def _compare_parameters(trainers: list[Trainer]) -> dict[str, Any]:
     digests = dd.allgather_object({each.method: digest(whole_parameters(each.model)) for each in trainers})
     same = {name: len({found[name] for found in digests}) == 1 for name in digests[0]}
     reduced = [each for each in trainers if each.method != "none"]
+    differences = {}
+    for each in reduced:
+        pairs = zip(whole_parameters(each.model), whole_parameters(reduced[0].model), strict=True)
+        differences[each.method] = max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
     return {
         "identical_across_ranks": same,
         "difference_from": reduced[0].method if reduced else None,
-        "max_difference": {each.method: _max_difference(each.model, reduced[0].model) for each in reduced},
+        "max_difference": differences,
     }
-
-
-def _max_difference(first: nn.Module, second: nn.Module) -> float:
-    pairs = zip(whole_parameters(first), whole_parameters(second), strict=True)
-    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
 def measure_memory(backend: str, options: StepOptions, topology: Topology, store: Path) -> dict[str, Any]:
@@ -209,8 +199,7 @@ def measure_memory(backend: str, options: StepOptions, topology: Topology, store
         trainer = make_trainer(method, case, device, options.optimizer)
         for _ in range(MEMORY_STEPS):
             trainer.step(case)
-        if cuda:
-            torch.cuda.synchronize()
+        _synchronize(device)
         peak = torch.cuda.max_memory_allocated() if cuda else ((peak_kib() or 0) - (before or 0)) * 1024
     known = cuda or (before is not None and could_reset)
     return {"contender": method, "peak_bytes": peak if known else None, "rank": topology.rank}
@@ -250,10 +239,9 @@ def _measure_size(nbytes: int, raw: Library, options: AllreduceOptions, device: 
     }
     _check_sums(by_name, tensor)
     calls = [TimedCall(each, call, WARMUP_CALLS) for each, call in by_name.items()]
-    sync = _session_sync(device)
-    fastest = min(time_call(call, 2, sync)[0] for call in calls)
+    fastest = min(time_call(call, 2, device)[0] for call in calls)
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, fastest, 1, MAX_REPEATS))
-    timings = interleave(calls, repeats, options.rounds, sync, dd.node_rank())
+    timings = interleave(calls, repeats, options.rounds, device)
     return {"bytes": tensor.numel() * ELEMENT_BYTES, "repeats": repeats, **merge_ranks(dd.allgather_object(timings))}
 
 

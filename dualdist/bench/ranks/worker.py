@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
 from dualdist.utils.output_file import write_atomically
 
-Report = dict[str, Any]
-OPTIONS: dict[str, type[Any]] = {
-    "step": StepOptions,
-    "allreduce": AllreduceOptions,
-    "sum": AllreduceOptions,
-    "memory": StepOptions,
-    "train": TrainOptions,
+# The options of each measurement, and its function in measurements.py.
+MEASUREMENTS: dict[str, tuple[type[Any], str]] = {
+    "step": (StepOptions, "measure_steps"),
+    "allreduce": (AllreduceOptions, "measure_allreduces"),
+    "sum": (AllreduceOptions, "check_sum"),
+    "memory": (StepOptions, "measure_memory"),
+    "train": (TrainOptions, "train"),
 }
 
 
@@ -36,43 +36,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m dualdist.bench.ranks.worker")
     parser.add_argument("--spawn", type=int)
-    parser.add_argument("measurement", choices=OPTIONS)
+    parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("report", type=Path)
     parser.add_argument("options", type=json.loads)
     args = parser.parse_args(argv)
     if args.spawn:
         return max(spawn_without_main(main, args.spawn, (argv[1:],)))  # --spawn=N is the first argument
     try:
-        _measure(args.measurement, OPTIONS[args.measurement](**args.options), args.report)
+        _measure(args.measurement, args.options, args.report)
     except DualdistError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-def _measure(measurement: str, options: Any, path: Path) -> None:
-    from dualdist.bench.ranks import measurements
-
-    start_time = time.time()
-    if measurement == "memory":  # each rank writes a report, as there may be no session to gather them
-        topology, backend = detect(os.environ), os.environ.get("DUALDIST_BACKEND", "")
-        report = measurements.measure_memory(backend, options, topology, Path(f"{path}.store"))
-        write_atomically(path.with_suffix(f".{topology.rank}.json"), json.dumps(report))
-    elif measurement == "step":
-        _measure_in_session(measurements.measure_steps, options, path)
-    elif measurement == "sum":
-        _measure_in_session(measurements.check_sum, options, path)
-    elif measurement == "allreduce":
-        _measure_in_session(measurements.measure_allreduces, options, path)
-    else:
-        _measure_in_session(lambda each: measurements.train(each, path.parent, start_time), options, path)
-
-
-def _measure_in_session(measure: Callable[[Any], Report | None], options: Any, path: Path) -> None:
-    """Measure between init() and shutdown(); rank 0 writes the report, if there is one."""
+def _measure(measurement: str, given: dict[str, Any], path: Path) -> None:
+    """Measure in a session; rank 0 writes the report, if there is one."""
     from dualdist import session
+    from dualdist.bench.ranks import measurements
     from dualdist.diagnostics import recording
 
+    start_time = time.time()
+    options_class, function = MEASUREMENTS[measurement]
+    options, measure = options_class(**given), getattr(measurements, function)
+    if measurement == "memory":  # opens a session only if it needs one, so that each rank writes a report
+        topology, backend = detect(os.environ), os.environ.get("DUALDIST_BACKEND", "")
+        report = measure(backend, options, topology, Path(f"{path}.store"))
+        write_atomically(path.with_suffix(f".{topology.rank}.json"), json.dumps(report))
+        return
     dd.init(timeout_s=options.timeout_s)
     try:
         if options.device == "cuda" and dd.device().type != "cuda":
@@ -80,7 +71,7 @@ def _measure_in_session(measure: Callable[[Any], Report | None], options: Any, p
                 "--device cuda, but torch sees no GPU here: leave it out, or hide no GPU from the ranks"
             )
         run = recording.describe_run(session.current())
-        found = measure(options)
+        found = measure(options, *((path.parent, start_time) if measurement == "train" else ()))
         is_root = dd.rank() == 0
     finally:
         dd.shutdown()
