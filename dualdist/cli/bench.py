@@ -66,14 +66,16 @@ HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 Done = list[tuple[PlannedJob, list[dict[str, Any]]]]
 Failed = list[tuple[PlannedJob, str]]  # with the error
+# Jobs, the summary of their reports, and the tables of that.
+Benchmark = tuple[list[PlannedJob], Callable[[Done], Any], Callable[[Any], Any]]
+Builder = Callable[[argparse.Namespace, Path], Benchmark]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this sub-command."""
     add_list(parser, BENCHMARKS, tuple(example for _, examples in HELP.values() for example in examples[:1]))
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    step = _add_benchmark(commands, "step")
-    add = step.add_argument
+    add = _add_benchmark(commands, "step", _step)
     add("--model", action="append", metavar="NAME", help=f"of {', '.join(MODELS)}; repeatable (default: the first 3)")
     add("--contenders", metavar="A,B,...", help=f"of {', '.join(METHODS)} (default: depends on the backend)")
     add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help=f"default: {OPTIMIZERS[0]}, with momentum")
@@ -83,14 +85,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--image-size", type=int, default=IMAGE_SIZE, metavar="N", help=f"for the ResNets (default: {IMAGE_SIZE})")
     add("--block-s", type=float, default=0.4, metavar="S", help="seconds per sample (default: 0.4)")
     add("--no-memory", action="store_true", help="skip the jobs that measure each contender's peak memory")
-    allreduce = _add_benchmark(commands, "allreduce")
-    add = allreduce.add_argument
+    add = _add_benchmark(commands, "allreduce", _allreduce)
     add("--max-bytes", type=_size, default=256 << 20, metavar="N", help="the largest tensor, as 25M (default: 256M)")
     add("--sizes", metavar="N,N,...", help="only these sizes in bytes, as 8,64K,25M")
     add("--block-s", type=float, default=0.03, metavar="S", help="seconds per sample (default: 0.03)")
-    startup = _add_benchmark(commands, "startup", rounds=7)
-    scale = _add_benchmark(commands, "scale", rounds=7)
-    add = scale.add_argument
+    _add_benchmark(commands, "startup", _startup, rounds=7)
+    add = _add_benchmark(commands, "scale", _scale, rounds=7)
     add("--measure-up-to", type=int, default=8, metavar="N", help="largest number of ranks to launch (default: 8)")
     add("--max-bytes", type=_size, default=16 << 20, metavar="N", help="the sweep's largest tensor (default: 16M)")
     add("--sizes", metavar="N,N,...", help="the sweep's sizes, as 8,64K,4M")
@@ -100,17 +100,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--model", default="resnet18", metavar="NAME", help="whose step is measured on one rank (default: resnet18)")
     add("--compute-ms", type=float, metavar="MS", help="a step without communication, with --bytes instead of a model")
     add("--bytes", type=_size, metavar="N", help="size of that step's gradients, as 100M")
-    for name, command in (("step", step), ("allreduce", allreduce), ("startup", startup), ("scale", scale)):
+    for name, command in commands.choices.items():
         add_help(command, *HELP[name])
         set_completions(command, {"launcher": tuple(LAUNCHERS), "model": tuple(MODELS)})
 
 
-def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.ArgumentParser:
+def _add_benchmark(commands: Any, name: str, build: Builder, rounds: int = 15) -> Any:
+    """Add the options that all or most benchmarks have; return what adds others."""
     summary = BENCHMARKS[name]
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", add_help=False
     )
-    command.set_defaults(launcher=None, launches=1)
+    command.set_defaults(build=build, launcher=None, launches=1)
     add = command.add_argument
     if name == "scale":
         add("--ranks", default=RANKS, metavar="N,N,...", help="numbers of ranks to predict (default: 2,4,...,4096)")
@@ -137,7 +138,7 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
     add("--timeout", type=float, default=1800.0, metavar="S", help="limit of one job in seconds (default: 1800)")
     add("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone")
     add("--dry-run", action="store_true", help="print the command lines and exit")
-    return command
+    return add
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     check_minimum(args, {"rounds": 1, "launches": 1})
     with tempfile.TemporaryDirectory(prefix="dualdist-bench-", ignore_cleanup_errors=True) as folder:
-        jobs, summarize, tables = BUILDERS[args.benchmark](args, Path(folder))
+        jobs, summarize, tables = args.build(args, Path(folder))
         if args.dry_run:
             for planned in jobs:
                 print(planned.command_line)
@@ -155,8 +156,13 @@ def run(args: argparse.Namespace) -> int:
                 raise UsageError(f"dualdist bench needs {name}: pip install 'dualdist[bench]'")
         done, failed, code = _run_jobs(jobs, args.timeout)
     results = summarize(done)
-    described = [_describe_job(planned, reports) for planned, reports in done]
-    described += [{**_describe_job(planned, []), "error": error} for planned, error in failed]
+    described: list[dict[str, Any]] = [
+        {"job": planned.title, "command": planned.command_line, "reports": reports} for planned, reports in done
+    ]
+    described += [
+        {"job": planned.title, "command": planned.command_line, "reports": [], "error": error}
+        for planned, error in failed
+    ]
     settings = {name: getattr(args, name) for name in ("ranks", "threads", "device", "rounds", "launches")}
     settings["env"] = redact_command(args.env)
     record = make_record(args.benchmark, format_command(sys.argv[1:]), settings, described, results)
@@ -165,10 +171,6 @@ def run(args: argparse.Namespace) -> int:
         failures = [failure_table("job", [(planned.title, error) for planned, error in failed])] if failed else []
         print_report(record, [*tables(results), *failures], sys.stdout)
     return code
-
-
-# Jobs, the summary of their reports, and the tables of that.
-Benchmark = tuple[list[PlannedJob], Callable[[Done], Any], Callable[[Any], Any]]
 
 
 def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
@@ -245,14 +247,6 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
         raise UsageError(f"--sizes {args.sizes}: {error}") from error
 
 
-BUILDERS: dict[str, Callable[[argparse.Namespace, Path], Benchmark]] = {
-    "step": _step,
-    "allreduce": _allreduce,
-    "startup": _startup,
-    "scale": _scale,
-}
-
-
 def _settings(args: argparse.Namespace, ranks: int | None = None) -> MeasurementSettings:
     ranks = args.ranks if ranks is None else ranks
     return MeasurementSettings(ranks, find_site(), args.threads, args.device, args.timeout, parse_env(args.env))
@@ -289,7 +283,8 @@ def _run_jobs(jobs: list[PlannedJob], timeout_s: float) -> tuple[Done, Failed, i
     try:
         with termination_raises():
             for number, planned in enumerate(jobs, 1):
-                if any(_is_relaunch(planned, other) for other, _ in failed):
+                # Of an earlier launch, whose number alone differs.
+                if any({**planned.tags, "launch": 0} == {**other.tags, "launch": 0} for other, _ in failed):
                     failed.append((planned, "it failed before, and was not launched again"))
                     continue
                 print(f"[{number}/{len(jobs)}] {planned.title}", file=sys.stderr, flush=True)
@@ -303,15 +298,6 @@ def _run_jobs(jobs: list[PlannedJob], timeout_s: float) -> tuple[Done, Failed, i
         rest = jobs[len(done) + len(failed) :]
         return done, [*failed, *((planned, "interrupted") for planned in rest)], code
     return done, failed, 1 if failed else 0
-
-
-def _is_relaunch(planned: PlannedJob, other: PlannedJob) -> bool:
-    """Return True if only the numbers of the launches differ."""
-    return {**planned.tags, "launch": 0} == {**other.tags, "launch": 0}
-
-
-def _describe_job(planned: PlannedJob, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"job": planned.title, "command": planned.command_line, "reports": reports}
 
 
 def _size(text: str) -> int:
