@@ -68,6 +68,7 @@ class Job:
             raise UsageError(error)
 
     def variables(self) -> dict[str, str]:
+        """Return the variables that the ranks need in their environment."""
         chosen = {BACKEND_VARIABLE: self.backend, TRANSPORT_VARIABLE: self.transport}
         return {**self.env, **{name: value for name, value in chosen.items() if value is not None}}
 
