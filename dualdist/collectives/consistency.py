@@ -14,7 +14,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from dualdist.errors import DriftError, UnsupportedError, UsageError
 from dualdist.utils.suggest import format_ranks, type_name
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
+Difference = tuple[int, float, str]  # elements that differ, the largest finite distance, and what is not finite
 WORD_BYTES = 4
 CHUNK_WORDS = 1 << 16  # with their products they fit a processor's L2 cache
 # Chunks at a time: on a GPU a call costs more than its work.
@@ -46,8 +46,9 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     found: list[bytes] = [b""] * len(tensors)
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
-        hasher = ChunkHasher(device)
-        sums = [hasher.sums(plain_values(tensors[number]).contiguous()) for number in numbers]
+        rows = CHUNKS_ON_CPU if device.type == "cpu" else CHUNKS_ELSEWHERE
+        products = torch.empty(rows, CHUNK_WORDS, dtype=torch.int64, device=device)
+        sums = [_chunk_sums(plain_values(tensors[number]).contiguous(), products) for number in numbers]
         on_cpu = torch.cat(sums).cpu()
         for number, chunks in zip(numbers, on_cpu.split(list(map(len, sums))), strict=True):
             # With the length, since zeros at the end add nothing to a sum.
@@ -56,26 +57,18 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     return found
 
 
-class ChunkHasher:
-    """Sums the chunks of one tensor after the other, in the same memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._step = CHUNKS_ON_CPU if device.type == "cpu" else CHUNKS_ELSEWHERE
-        self._factors = _factors(device)
-        self._products = torch.empty(self._step, CHUNK_WORDS, dtype=torch.int64, device=device)
-
-    def sums(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return one number per chunk of a contiguous tensor."""
-        words = _words(as_bytes(tensor))
-        whole = len(words) // CHUNK_WORDS
-        rows, rest = words[: whole * CHUNK_WORDS].view(whole, CHUNK_WORDS), words[whole * CHUNK_WORDS :]
-        pieces = [*(rows.split(self._step) if whole else ()), *([rest.view(1, -1)] if len(rest) else [])]
-        return torch.cat([self._sum(piece) for piece in pieces] or [words.new_empty(0, dtype=torch.int64)])
-
-    def _sum(self, rows: torch.Tensor) -> torch.Tensor:
-        width = rows.shape[1]
-        products = self._products[: len(rows), :width]
-        return torch.mul(rows, self._factors[:width], out=products).sum(1)
+def _chunk_sums(tensor: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """Return one number per chunk of a contiguous tensor; `products` is memory for some chunks at a time."""
+    words, factors = _words(as_bytes(tensor)), _factors(products.device)
+    whole = len(words) // CHUNK_WORDS
+    chunks, rest = words[: whole * CHUNK_WORDS].view(whole, CHUNK_WORDS), words[whole * CHUNK_WORDS :]
+    pieces = [*chunks.split(len(products)), *([rest.view(1, -1)] if len(rest) else [])]
+    return torch.cat(
+        [
+            torch.mul(each, factors[: each.shape[1]], out=products[: len(each), : each.shape[1]]).sum(1)
+            for each in pieces
+        ]
+    )
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
@@ -127,53 +120,36 @@ def difference(backend: Backend, tensors: NamedTensors, name: str) -> str:
     return f"{count}, the first is {tensor_name} {spec(tensor.dtype, tensor.shape)}: {how}"
 
 
-@dataclass(frozen=True)
-class TensorDifference:
-    """A comparison of a rank's tensor with the reference: elements that differ, and the largest finite distance."""
-
-    elements: int
-    most: float
-    nans: int
-    infinities: int
-
-
 def _most_common(prints: Sequence[bytes]) -> int:
     """Return the first rank that holds what most ranks hold."""
     return max(range(len(prints)), key=lambda rank: (prints.count(prints[rank]), -rank))
 
 
-def _compare_with(backend: Backend, tensor: torch.Tensor, root: int, name: str) -> list[TensorDifference]:
-    """Return each rank's difference from root's tensor."""
+def _compare_with(backend: Backend, tensor: torch.Tensor, root: int, name: str) -> list[Difference]:
+    """Return each rank's difference from root's tensor; elements are compared by their bits, since NaN != NaN."""
     values = plain_values(tensor).contiguous()
     reference = values.clone()
-    if values.numel():
-        backend.broadcast_(as_bytes(reference), root, f"{name}.first").wait()
-    payload = json.dumps([*_compare(values, reference)]).encode()
-    rows = ControlAllgather(backend, payload, f"{name}.distances").wait()
-    return [TensorDifference(*json.loads(text)) for text in rows]
-
-
-def _compare(values: torch.Tensor, reference: torch.Tensor) -> tuple[int, float, int, int]:
-    """Return the fields of a TensorDifference. Elements are compared by their bits, since NaN is not equal to NaN."""
-    rows = [as_bytes(tensor).view(tensor.numel(), -1) for tensor in (values, reference)]
+    backend.broadcast_(as_bytes(reference), root, f"{name}.first").wait()
+    rows = [as_bytes(each).view(each.numel(), -1) for each in (values, reference)]
     elements = int((rows[0] != rows[1]).any(1).sum())
     wide = torch.complex128 if values.is_complex() else torch.float64
     distances = (values.to(wide) - reference.to(wide)).abs().view(-1)
     distances = distances[distances.isfinite()]
-    return elements, float(distances.max()) if len(distances) else 0.0, *count_nonfinite(values)
+    own = elements, float(distances.max()) if len(distances) else 0.0, _nonfinite(values)
+    return [json.loads(row) for row in ControlAllgather(backend, json.dumps(own).encode(), f"{name}.distances").wait()]
 
 
-def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how many elements are NaN, and how many are infinite."""
+def _nonfinite(tensor: torch.Tensor) -> str:
+    """Return a clause that counts NaN and infinite elements, "" if there are none."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0, 0
+        return ""
     wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
-    return int(wide.isnan().sum()), int(wide.isinf().sum())
+    counts = (int(wide.isnan().sum()), "NaN"), (int(wide.isinf().sum()), "infinite")
+    kinds = [f"{count} {word}" for count, word in counts if count]
+    return f", holding {' and '.join(kinds)}" if kinds else ""
 
 
-def _describe(
-    ranks: Sequence[int], prints: Sequence[bytes], reference: int, differences: Sequence[TensorDifference]
-) -> str:
+def _describe(ranks: Sequence[int], prints: Sequence[bytes], reference: int, differences: Sequence[Difference]) -> str:
     """Return which ranks differ from those that agree with the reference, and by how much."""
     agree = [rank for rank, each in zip(ranks, prints, strict=True) if each == prints[reference]]
     groups: dict[bytes, list[int]] = {}
@@ -182,21 +158,15 @@ def _describe(
             groups.setdefault(each, []).append(index)
     clauses = []
     for members in groups.values():
-        found = differences[members[0]]
+        elements, most, nonfinite = differences[members[0]]
         verb = "differs" if len(members) == 1 else "differ"
         clauses.append(
             f"{format_ranks([ranks[index] for index in members])} {verb} from {format_ranks(agree)} in "
-            f"{found.elements} elements, by {found.most:.3g} at most" + _nonfinite(found)
+            f"{elements} elements, by {most:.3g} at most{nonfinite}"
         )
-    in_reference = _nonfinite(differences[reference])
-    if in_reference:
+    if in_reference := differences[reference][2]:
         clauses.append(f"{format_ranks(agree)}{in_reference.removeprefix(',')}")
     return "; ".join(clauses)
-
-
-def _nonfinite(found: TensorDifference) -> str:
-    kinds = [f"{count} {word}" for count, word in ((found.nans, "NaN"), (found.infinities, "infinite")) if count]
-    return f", holding {' and '.join(kinds)}" if kinds else ""
 
 
 def _named_tensors(given: Any, *, buffers: bool) -> NamedTensors:
@@ -204,17 +174,13 @@ def _named_tensors(given: Any, *, buffers: bool) -> NamedTensors:
     if isinstance(given, torch.nn.Module):
         given = [*given.named_parameters(), *(given.named_buffers() if buffers else ())]
     pairs = [(name, tensor) for name, tensor in named_pairs(given, "check_consistency") if tensor is not None]
-    for pair in pairs:
-        _require_comparable(*pair)
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"check_consistency compares tensors, but {name} is {type_name(tensor)}: leave it out")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UsageError(f"{name} has no values yet: run a forward first")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise UnsupportedError(f"{name} is sparse, quantized or on no device: only dense tensors are compared")
+        if hasattr(tensor, "placements"):
+            raise UnsupportedError(f"{name} is sharded between ranks, which hold different parts of it by design")
     return pairs
-
-
-def _require_comparable(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"check_consistency compares tensors, but {name} is {type_name(tensor)}: leave it out")
-    if torch.nn.parameter.is_lazy(tensor):
-        raise UsageError(f"{name} has no values yet: run a forward first")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise UnsupportedError(f"{name} is sparse, quantized or on no device: only dense tensors are compared")
-    if hasattr(tensor, "placements"):
-        raise UnsupportedError(f"{name} is sharded between ranks, which hold different parts of it by design")
