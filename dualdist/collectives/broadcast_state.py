@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -118,14 +119,11 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
         raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not {type_name(optimizer)}")
     root_index = group.group_rank_of(root)
     name = group.next_name("broadcast_optimizer_state")
-
-    def perform(backend: Backend) -> None:
-        _broadcast_state(backend, optimizer, root_index, name)
-
-    run_agreed(group, "broadcast_optimizer_state", name, {"root": root}, perform)
+    broadcast = partial(_broadcast_state, optimizer, root_index, name)
+    run_agreed(group, "broadcast_optimizer_state", name, {"root": root}, broadcast)
 
 
-def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: int, name: str) -> None:
+def _broadcast_state(optimizer: torch.optim.Optimizer, root: int, name: str, backend: Backend) -> None:
     layout = type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
     layouts = control_plane.allgather_object(backend, layout, f"{name}.groups")
     if any(other != layouts[0] for other in layouts):

@@ -9,6 +9,7 @@ over the whole batch, so that gradients keep the size that they have in one proc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -68,30 +69,22 @@ def allreduce(
     if isinstance(tensors, torch.Tensor) and tensors.is_sparse and not in_place:
         return sparse_allreduce(group, tensors, op, name, prescale, postscale, reduction=reduction)
     members, kind, form = _parse(tensors, "allreduce")
-    scales = scales_of(prescale, postscale)
-    for tensor in members:
-        check_op(op, tensor.dtype)
-        check_scales(scales, tensor.dtype)
-        if in_place:
-            require_own_memory(tensor)
-    reduction = reduction or group.reduction
-    check_reduction(reduction, op)
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
+    for tensor in members if in_place else ():
+        require_own_memory(tensor)
+    scales, reduction = scales_of(prescale, postscale), reduction or group.reduction
+    request = _reduction_request(group, kind, name, members, op, scales, reduction)
     targets = members if in_place else [plain_copy(tensor) for tensor in members]
-    name = name_of(group, kind, name)
-    specs = [spec_of(tensor) for tensor in members]
-    shared_args = reduction_args(specs, members[0].device.type, op, scales, reduction)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
-        _reduce_in_place(backend, targets, op, scales, name, reduction)
+        _reduce_in_place(backend, targets, op, scales, request.name, reduction)
         return form(targets)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
         _require_linear(op)
-        return allreduce(group, form(gradients), op, f"{name}.backward", *scales, reduction=reduction).run()
+        return allreduce(group, form(gradients), op, f"{request.name}.backward", *scales, reduction=reduction).run()
 
-    request = CollectiveRequest(kind, name, shared_args)
     return Collective(group, request, perform, members[0].device, () if in_place else members, backward)
 
 
@@ -100,13 +93,27 @@ def _parse(
 ) -> tuple[Sequence[torch.Tensor], str, Callable[[Sequence[torch.Tensor]], Tensors]]:
     """Return the checked tensors, the kind of the collective, and a function that gives results their form."""
     is_grouped = isinstance(tensors, list)
-    form: Any = list if is_grouped else _first  # without a reference to the tensors
+    form: Any = list if is_grouped else itemgetter(0)  # without a reference to the tensors
     members = cast(Sequence[torch.Tensor], tensors if is_grouped else [tensors])
     return check_tensors(members), f"grouped_{kind}" if is_grouped else kind, form
 
 
-def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0]
+def _reduction_request(
+    group: Group,
+    kind: str,
+    name: str | None,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    scales: tuple[float, float],
+    reduction: Reduction,
+) -> CollectiveRequest:
+    """Return the request of a reduction; raise UsageError if the tensors cannot be reduced in this way."""
+    for tensor in tensors:
+        check_op(op, tensor.dtype)
+        check_scales(scales, tensor.dtype)
+    check_reduction(reduction, op)
+    shared_args = reduction_args(list(map(spec_of, tensors)), tensors[0].device.type, op, scales, reduction)
+    return CollectiveRequest(kind, name_of(group, kind, name), shared_args)
 
 
 def _require_linear(op: Op) -> None:
@@ -353,40 +360,30 @@ def reducescatter(
     Gradient: the gradients of all ranks' rows; of a sum, times the number of ranks.
     """
     members, kind, form = _parse(tensors, "reducescatter")
-    scales = scales_of(prescale, postscale)
-    for tensor in members:
-        check_op(op, tensor.dtype)
-        check_scales(scales, tensor.dtype)
-        if op == "adasum":
-            raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
-        if tensor.dim() == 0:
-            raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
-    reduction = reduction or group.reduction
-    check_reduction(reduction, op)
-    is_ordered = reduction == "ordered"
+    if op == "adasum":
+        raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
+    if any(tensor.dim() == 0 for tensor in members):
+        raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
+    scales, is_ordered = scales_of(prescale, postscale), (reduction or group.reduction) == "ordered"
+    request = _reduction_request(group, kind, name, members, op, scales, reduction or group.reduction)
     given = [plain_values(each) if scales[0] == 1 else scale_(plain_copy(each), scales[0]) for each in members]
-    name = name_of(group, kind, name)
-    specs = [spec_of(tensor) for tensor in members]
-    shared_args = reduction_args(specs, members[0].device.type, op, scales, reduction)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
-        rows = (
-            _own_rows(backend, each, op, scales[1], f"op.{name}.{i}", is_ordered=is_ordered)
-            for i, each in enumerate(given)
-        )
-        return form(list(rows))
+        names = [f"op.{request.name}.{number}" for number in range(len(given))]
+        rows = zip(given, names, strict=True)
+        return form([_own_rows(backend, *each, op, scales[1], is_ordered=is_ordered) for each in rows])
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
         _require_linear(op)
         factor = scales[0] * scales[1] * (group.size if op == "sum" else 1)
         scaled = [scale_(gradient.clone(), factor) for gradient in gradients]
-        return allgather(group, form(scaled), f"{name}.backward").run()
+        return allgather(group, form(scaled), f"{request.name}.backward").run()
 
-    return Collective(group, CollectiveRequest(kind, name, shared_args), perform, members[0].device, members, backward)
+    return Collective(group, request, perform, members[0].device, members, backward)
 
 
 def _own_rows(
-    backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str, *, is_ordered: bool
+    backend: Backend, rows: torch.Tensor, name: str, op: Op, postscale: float, *, is_ordered: bool
 ) -> torch.Tensor:
     """Reduce all ranks' values of this rank's rows, here and in rank order: the same on every backend."""
     counts = even_shares(rows.shape[0], backend.size)
@@ -463,9 +460,8 @@ def _rows_to_scatter(tensor: torch.Tensor | None, splits: Splits, size: int) -> 
 
 def _no_rows(tensor: object, like: torch.Tensor) -> torch.Tensor:
     """Return no rows, of `tensor` if it fits: with them a rank that scattered none takes part in the backward pass."""
-    if isinstance(tensor, torch.Tensor) and tensor.dtype == like.dtype and tensor.shape[1:] == like.shape[1:]:
-        return _requiring_grad(tensor[:0])
-    return _requiring_grad(like[:0])
+    fits = isinstance(tensor, torch.Tensor) and (tensor.dtype, tensor.shape[1:]) == (like.dtype, like.shape[1:])
+    return _requiring_grad((cast(torch.Tensor, tensor) if fits else like)[:0])
 
 
 def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class CollectiveRequest:
         return f" of {', '.join(tensors[:SHOWN])}{more}" if tensors else ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class JoinedAt:
     """When a rank joined: after how many exchanges and gradient reductions, at which second of its clock.
 
@@ -121,8 +121,7 @@ def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Resp
     """
     active = [(rank, row) for rank, row in zip(ranks, rows, strict=True) if not row.joined]
     if not active:
-        order = {rank: (row.joined and astuple(row.joined), rank) for rank, row in zip(ranks, rows, strict=True)}
-        return Response(last_joined=max(ranks, key=order.__getitem__))
+        return Response(last_joined=max((row.joined, rank) for rank, row in zip(ranks, rows, strict=True))[1])
     joined = [rank for rank, row in zip(ranks, rows, strict=True) if row.joined]
     agreed: list[str] = []
     refused: list[tuple[str, str]] = []

@@ -43,6 +43,8 @@ ORDERED = {torch.float32: (torch.int32, (1 << 31) - 1), torch.float64: (torch.in
 INTEGERS = frozenset(
     (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
 )
+# Dtypes of numbers that can be added.
+NUMBERS = INTEGERS.union(WIDER, (torch.float32, torch.float64, torch.complex64, torch.complex128))
 # Dtypes in which torch cannot compute.
 STORED_ONLY = frozenset(
     dtype for dtype in WIDER if (dtype.is_floating_point and dtype.itemsize == 1) or dtype == torch.complex32
@@ -68,7 +70,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise UsageError(f"the {op} of {dtype} is not a {dtype}: convert the tensor first, or use op='sum'")
     if op in ("min", "max") and dtype.is_complex:
         raise UsageError(f"op {op!r}: complex numbers have no order")
-    if dtype not in WIDER and dtype not in INTEGERS and dtype not in _LARGE:
+    if dtype not in NUMBERS:
         raise UsageError(f"{dtype} holds no numbers that can be added: convert the tensor first")
 
 
@@ -76,9 +78,6 @@ def check_scales(scales: tuple[float, float], dtype: torch.dtype) -> None:
     """Raise UsageError unless numbers of this dtype can be multiplied by both factors."""
     if dtype == torch.bool and scales != (1.0, 1.0):
         raise UsageError(f"prescale {scales[0]}, postscale {scales[1]}: booleans have no multiples, convert them first")
-
-
-_LARGE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
 
 
 def wire_op(op: Op) -> ReduceOp:
@@ -139,13 +138,17 @@ def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) 
     if dtype in backend.supported_reduce_dtypes and not (dtype.is_floating_point and op in ("min", "max")):
         return backend.allreduce_(buffer, op, name)
     if dtype == torch.uint64:
-        return _allreduce_uint64_(backend, buffer, op, name)
+        signed, flip = buffer.view(torch.int64), TOP_BIT if op in ("min", "max") else 0
+        work = backend.allreduce_(signed ^ flip, op, name)
+        return ConvertedWork(work, lambda found: signed.copy_(found ^ flip).view(torch.uint64))
     if dtype in WIDER:
         return ConvertedWork(allreduce_(backend, buffer.to(WIDER[dtype]), op, name), buffer.copy_)
     if dtype.is_complex and op == "sum":
         parts = torch.view_as_real(buffer)
         return ConvertedWork(allreduce_(backend, parts, op, name), lambda _: buffer)
-    return _gather_and_reduce_(backend, buffer, op, name)
+    rows = backend.size, *buffer.shape  # of all ranks, which are reduced here, in rank order
+    work = backend.allgather(as_bytes(buffer), name)
+    return ConvertedWork(work, lambda found: buffer.copy_(reduce_rows(found.view(dtype).reshape(rows), op)))
 
 
 def ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
@@ -160,26 +163,6 @@ def unordered(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Invert ordered()."""
     _, top = ORDERED[dtype]
     return torch.where(whole < 0, whole ^ top, whole).view(dtype)
-
-
-def _allreduce_uint64_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
-    signed = buffer.view(torch.int64)
-    if op in ("sum", "product"):
-        return ConvertedWork(backend.allreduce_(signed, op, name), lambda _: buffer)
-    return ConvertedWork(
-        backend.allreduce_(signed.bitwise_xor(TOP_BIT), op, name),
-        lambda found: signed.copy_(found.bitwise_xor(TOP_BIT)).view(torch.uint64),
-    )
-
-
-def _gather_and_reduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
-    """Gather the buffers of all ranks and reduce them here, in rank order."""
-    work = backend.allgather(as_bytes(buffer), name)
-
-    def copy_back(gathered: torch.Tensor) -> torch.Tensor:
-        return buffer.copy_(reduce_rows(gathered.view(buffer.dtype).reshape(backend.size, *buffer.shape), op))
-
-    return ConvertedWork(work, copy_back)
 
 
 def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
