@@ -7,18 +7,14 @@ from types import MappingProxyType
 from dualdist.utils.horovod_names import HorovodAlias, installed_alias
 from dualdist.utils.torchvision_import import TorchvisionImportHook
 
+SAME_NAMES = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
 # The package `horovod` is in the folder named; parents of these names that are not listed are empty.
 TABLE: Mapping[str, str] = MappingProxyType(
     {
         "horovod.torch": "dualdist.hvd",
-        "horovod.torch.compression": "dualdist.hvd.compression",
-        "horovod.torch.elastic": "dualdist.hvd.elastic",
+        **{f"horovod.torch.{name}": f"dualdist.hvd.{name}" for name in SAME_NAMES},
         "horovod.torch.elastic.sampler": "dualdist.hvd.elastic",
         "horovod.torch.elastic.state": "dualdist.hvd.elastic",
-        "horovod.torch.functions": "dualdist.hvd.functions",
-        "horovod.torch.mpi_ops": "dualdist.hvd.mpi_ops",
-        "horovod.torch.optimizer": "dualdist.hvd.optimizer",
-        "horovod.torch.sync_batch_norm": "dualdist.hvd.sync_batch_norm",
         "horovod.common.basics": "dualdist.hvd.basics",
         "horovod.common.elastic": "dualdist.hvd.elastic",
         "horovod.common.exceptions": "dualdist.hvd.common",

@@ -1,5 +1,6 @@
 """hvd.init(), hvd.shutdown(), the job's ranks, build features and timeline (horovod.common.basics)."""
 
+import inspect
 import itertools
 import json
 import os
@@ -51,11 +52,9 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
         HorovodInternalError: the ranks cannot work together.
     """
     is_dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
-    if is_dynamic:
-        process_sets = []
-    elif isinstance(process_sets, str):
+    if isinstance(process_sets, str) and not is_dynamic:
         raise UsageError(f"process_sets={process_sets!r}: expected process sets, or 'dynamic'")
-    given = list(process_sets or ())
+    given = [] if isinstance(process_sets, str) else list(process_sets or ())
     for process_set in given:
         if process_set.ranks is None:
             process_set.ranks = sorted(_ranks_of(process_set.mpi_comm))
@@ -83,10 +82,10 @@ def _open_job(ranks: list[int], process_sets: Sequence[ProcessSet], *, is_dynami
     location = (opened.topology.node_rank, opened.topology.local_rank)
     everyones = allgather_object(base, (location, [tuple(each.ranks or ()) for each in process_sets]))
     position = _cross_rank(base.rank, [location for location, _ in everyones])
-    job = HorovodSession(base, position, is_dynamic, {0: base})
+    global_process_set.ranks = list(range(base.size))
+    job = HorovodSession(base, position, is_dynamic, {0: base}, {0: global_process_set})
     _export(base, position)
     opened.extras[KEY] = job
-    global_process_set.process_set_id, global_process_set.ranks = 0, list(range(base.size))
     for sets in itertools.zip_longest(*(given for _, given in everyones)):
         for members in sorted({members for members in sets if members}):
             if find_number(job, members) is None:
@@ -105,7 +104,7 @@ def shutdown() -> None:
         if job is not None:
             for process_set in job.sets.values():
                 process_set.process_set_id = None
-            global_process_set.ranks = []
+            global_process_set.process_set_id, global_process_set.ranks = 0, []
             if job.timeline is not None:
                 job.timeline.close()
     finally:
@@ -174,7 +173,7 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this process's rank in the job, 0 <= rank < size."""
-    return current().rank
+    return current().base.rank
 
 
 def size() -> int:
@@ -216,7 +215,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     job = current()
     stop_timeline()
-    if job.rank == 0:
+    if job.base.rank == 0:
         job.timeline = HorovodTimeline(file_path, mark_cycles=mark_cycles)
         for group in job.groups.values():
             job.observe(group)
@@ -307,8 +306,6 @@ class HorovodTimeline:
     def __call__(self, event: str, request: CollectiveRequest | None) -> None:
         """Record an event of a collective; for Group.observer."""
         with self._lock:
-            if self._file is None:
-                return
             if request is None:
                 if self._mark_cycles:
                     self._emit("i", 0, name="CYCLE_START", s="g")
@@ -326,8 +323,6 @@ class HorovodTimeline:
     def moved(self, event: str, kind: str, name: str, nbytes: int) -> None:
         """Record the reduction of a bucket; for Monitor.observer."""
         with self._lock:
-            if self._file is None:
-                return
             row = self._row(f"{kind}.{name}")
             if event == "begun":
                 self._emit("B", row, name=kind.upper())
@@ -353,16 +348,9 @@ class HorovodTimeline:
         self._write({"ph": phase, "pid": row, "ts": int((time.monotonic() - self._start) * 1e6), **fields})
 
     def _write(self, event: dict[str, Any]) -> None:
-        assert self._file is not None, "callers have looked"
-        self._file.write(",\n" + json.dumps(event))
-        self._file.flush()
-
-
-FUNCTIONS = (
-    *("init", "shutdown", "is_initialized", "start_timeline", "stop_timeline", "size", "local_size", "cross_size"),
-    *("rank", "local_rank", "cross_rank", "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built"),
-    *("gloo_enabled", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"),
-)
+        if self._file is not None:  # else it is complete
+            self._file.write(",\n" + json.dumps(event))
+            self._file.flush()
 
 
 class HorovodBasics:
@@ -372,6 +360,7 @@ class HorovodBasics:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name in FUNCTIONS:
-            return globals()[name]
-        raise AttributeError(name)
+        found = globals().get(name)
+        if not inspect.isfunction(found) or found.__module__ != __name__:
+            raise AttributeError(name)
+        return found

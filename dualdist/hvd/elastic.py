@@ -119,13 +119,6 @@ class State:
         """Queue a change for the next check_host_updates(); called from any thread."""
         self._host_messages.put((timestamp, update_res))
 
-    def _forget_host_updates(self) -> None:
-        """Drop the changes reported before a new rendezvous, which takes them into account.
-
-        Horovod 0.28.1 drops them after the rendezvous, and so loses a host that came back during it.
-        """
-        self._host_messages = queue.Queue()
-
     def commit(self) -> None:
         """Save, then check for changed hosts; every rank calls this."""
         self.save()
@@ -164,7 +157,6 @@ class ObjectState(State):
     """A state of picklable objects, which are attributes."""
 
     def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int], **kwargs: Any) -> None:
-        self._bcast_object = bcast_object
         self._saved_state = kwargs
         self._set_attrs()
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
@@ -220,7 +212,9 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                     in_sync = update.skip_sync
                 if session.is_open():
                     logging.print(f"dualdist: {why}; the remaining ranks initialize again", file=sys.stderr)
-                state._forget_host_updates()
+                # The rendezvous takes these into account; Horovod 0.28.1 drops changes after it, and so loses a host
+                # that came back meanwhile.
+                state._host_messages = queue.Queue()
                 reset()
                 state.on_reset()
         finally:

@@ -107,27 +107,24 @@ def require_adasum(process_set: ProcessSet) -> None:
         raise NotImplementedError(f"Adasum pairs the ranks: their number is a power of two, not {size()}")
 
 
-def _op_of(op: int, tensors: Tensors, process_set: ProcessSet) -> Op:
-    """Return dualdist's op. Horovod averages integers too: the sum, divided in float64 and truncated."""
+def _arguments(
+    tensors: Given, op: int, name: str | None, prescale: float, postscale: float, process_set: ProcessSet
+) -> Arguments[Given]:
+    """Return the arguments of dualdist's reductions.
+
+    Horovod averages integers too: the sum, divided in float64 and truncated.
+    """
+    group = member_group(process_set)
     if op not in OPS:
         raise UsageError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     if op == Adasum:
         require_adasum(process_set)
-    are_integers = {tensor.dtype in INTEGERS for tensor in tensors}
-    if op == Average and True in are_integers:
-        if len(are_integers) > 1:
-            raise UsageError("integers and floats are averaged in different ways: reduce them in two calls")
-        return "integer mean"
-    return OPS[op]
-
-
-def _arguments(
-    tensors: Given, op: int, name: str | None, prescale: float, postscale: float, process_set: ProcessSet
-) -> Arguments[Given]:
-    """Return the arguments of dualdist's reductions."""
-    group = member_group(process_set)
-    members = tensors if isinstance(tensors, list) else [tensors]
-    return group, tensors, _op_of(op, members, process_set), name, prescale, postscale
+    are_integers = {tensor.dtype in INTEGERS for tensor in (tensors if isinstance(tensors, list) else [tensors])}
+    if op != Average or True not in are_integers:
+        return group, tensors, OPS[op], name, prescale, postscale
+    if len(are_integers) > 1:
+        raise UsageError("integers and floats are averaged in different ways: reduce them in two calls")
+    return group, tensors, "integer mean", name, prescale, postscale
 
 
 def _reduction(
@@ -414,36 +411,28 @@ def alltoall(*args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, to
 
 
 def _begin(name: str, describe: Callable[..., Collective[Any]], arguments: Callable[P, Any]) -> Callable[P, int]:
-    """Return the function `name`, with the parameters of `arguments`: it begins a collective."""
+    """Return the function `name`, with the parameters of `arguments`; a group's result is a tuple."""
+    options = {"in_place": True} if name.endswith("_") else {}
 
     def begin(*args: Any, **kwargs: Any) -> int:
-        return start(describe(*arguments(*args, **kwargs)))
+        collective = describe(*arguments(*args, **kwargs), **options)
+        return start(collective.map(tuple) if name.startswith("grouped_") else collective)
 
     begin.__name__ = begin.__qualname__ = name
     begin.__doc__ = f"Begin {name.replace('_async', '')}() and return a handle for synchronize()."
     return _like(arguments)(begin)
 
 
-def _grouped(describe: Callable[..., Collective[list[torch.Tensor]]], **options: Any) -> Callable[..., Collective[Any]]:
-    """Return a description whose result is a tuple, as Horovod's of a group."""
-    return lambda *args: describe(*args, **options).map(tuple)
-
-
-_allreduce_, _broadcast_ = (partial(each, in_place=True) for each in (collectives.allreduce, collectives.broadcast))
 allreduce_async = _begin("allreduce_async", collectives.allreduce, _reduction)
-allreduce_async_ = _begin("allreduce_async_", _allreduce_, _reduction)
-grouped_allreduce_async = _begin("grouped_allreduce_async", _grouped(collectives.allreduce), _grouped_reduction)
-grouped_allreduce_async_ = _begin(
-    "grouped_allreduce_async_", _grouped(collectives.allreduce, in_place=True), _grouped_reduction
-)
+allreduce_async_ = _begin("allreduce_async_", collectives.allreduce, _reduction)
+grouped_allreduce_async = _begin("grouped_allreduce_async", collectives.allreduce, _grouped_reduction)
+grouped_allreduce_async_ = _begin("grouped_allreduce_async_", collectives.allreduce, _grouped_reduction)
 reducescatter_async = _begin("reducescatter_async", collectives.reducescatter, _row_reduction)
-grouped_reducescatter_async = _begin(
-    "grouped_reducescatter_async", _grouped(collectives.reducescatter), _grouped_row_reduction
-)
+grouped_reducescatter_async = _begin("grouped_reducescatter_async", collectives.reducescatter, _grouped_row_reduction)
 allgather_async = _begin("allgather_async", collectives.allgather, _rows)
-grouped_allgather_async = _begin("grouped_allgather_async", _grouped(collectives.allgather), _grouped_rows)
+grouped_allgather_async = _begin("grouped_allgather_async", collectives.allgather, _grouped_rows)
 broadcast_async = _begin("broadcast_async", collectives.broadcast, _broadcast)
-broadcast_async_ = _begin("broadcast_async_", _broadcast_, _broadcast)
+broadcast_async_ = _begin("broadcast_async_", collectives.broadcast, _broadcast)
 alltoall_async = _begin("alltoall_async", collectives.alltoall, _shares)
 
 

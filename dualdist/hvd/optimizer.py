@@ -128,7 +128,6 @@ class _Controls:
         self._optimizer = optimizer
         self._skips = skips
         self._is_synchronized = False
-        self._is_skipping = False
         self._attributes = known | {
             CONTROLS: self,
             "synchronize": self.synchronize,
@@ -155,7 +154,7 @@ class _Controls:
         wrapper = get_wrapper(self._optimizer)
         if wrapper is not None:
             wrapper.reducer.synchronize()
-        self._is_synchronized = True
+            self._is_synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -163,16 +162,14 @@ class _Controls:
         if not self._skips:
             raise AssertionError("skip_synchronize() is not for op=Adasum, where it is the steps that are combined")
         wrapper = get_wrapper(self._optimizer)
-        self._set_skipping(wrapper, True)
+        if wrapper is None:
+            yield
+            return
+        wrapper.skip_reduction = True
         try:
             yield
         finally:
-            self._set_skipping(wrapper, False)
-
-    def _set_skipping(self, wrapper: Any, is_skipping: bool) -> None:
-        self._is_skipping = is_skipping
-        if wrapper is not None:
-            wrapper.skip_reduction = is_skipping
+            wrapper.skip_reduction = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients in every `passes`-th backward pass from now on; every rank of the set calls this."""
@@ -184,7 +181,8 @@ class _Controls:
             wrapper.reducer.accumulate = passes
 
     def _before_step(self, *_: Any) -> None:
-        if self._is_synchronized and not self._is_skipping:
+        wrapper = get_wrapper(self._optimizer)
+        if self._is_synchronized and wrapper is not None and not wrapper.skip_reduction:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
                 "gradients are reduced already, and are not reduced again",

@@ -40,18 +40,10 @@ class HorovodSession:
     position: CrossRank
     is_dynamic: bool
     groups: dict[int, Group]
-    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    sets: dict[int, ProcessSet]
     pending: dict[int, Handle[Any]] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of handles; threads share it
     timeline: HorovodTimeline | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.base.rank
-
-    def ranks_of(self, number: int) -> list[int]:
-        """Return the ranks of hvd.init() in a process set."""
-        return list(range(self.base.size)) if number == 0 else self.sets[number].ranks or []
 
     def observe(self, group: Group) -> None:
         """Show the group's events in the timeline, if there is one."""
@@ -101,12 +93,12 @@ class ProcessSet:
             return None
         group = group_of(self)
         if not group.is_member:
-            raise UsageError(f"rank {current().rank} is not in the process set of ranks {self.ranks}")
+            raise UsageError(f"rank {current().base.rank} is not in the process set of ranks {self.ranks}")
         return group.rank
 
     def included(self) -> bool | None:
         """Return True if this process is in the set, or None if the set's ranks are not known yet."""
-        return None if self.ranks is None else current().rank in self.ranks
+        return None if self.ranks is None else current().base.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -150,7 +142,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def find_number(job: HorovodSession, ranks: Sequence[int]) -> int | None:
     """Return the process_set_id of the set of these ranks, or None."""
-    return next((number for number in job.groups if job.ranks_of(number) == list(ranks)), None)
+    return next((number for number, each in job.sets.items() if each.ranks == list(ranks)), None)
 
 
 def assign_numbers(job: HorovodSession, process_sets: Sequence[ProcessSet]) -> None:
@@ -198,5 +190,5 @@ def member_group(process_set: ProcessSet) -> Group:
     """Return the group of the set; raise HorovodInternalError if this process is not in it."""
     group = group_of(process_set)
     if not group.is_member:
-        raise HorovodInternalError(f"rank {current().rank} is not in the process set of ranks {process_set.ranks}")
+        raise HorovodInternalError(f"rank {current().base.rank} is not in the process set of ranks {process_set.ranks}")
     return group

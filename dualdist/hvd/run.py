@@ -13,17 +13,10 @@ from dualdist.launch.spawn import choose_pickler, spawn_without_main
 from dualdist.utils.horovod_names import FOLDER
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
+ELASTIC_OPTIONS = "min_num_proc max_num_proc slots reset_limit cooldown_range host_discovery_script min_np max_np"
 # The reasons why options are refused unless they have their defaults.
-ELASTIC = "ranks that come and go are not supported here"
 REFUSED = {
-    "min_num_proc": ELASTIC,
-    "max_num_proc": ELASTIC,
-    "slots": ELASTIC,
-    "reset_limit": ELASTIC,
-    "cooldown_range": ELASTIC,
-    "host_discovery_script": ELASTIC,
-    "min_np": ELASTIC,
-    "max_np": ELASTIC,
+    **dict.fromkeys(ELASTIC_OPTIONS.split(), "ranks that come and go are not supported here"),
     "hostfile": "the ranks run on this host",
     "mpi_args": "no MPI starts these ranks",
     "use_mpi": "no MPI starts these ranks",
