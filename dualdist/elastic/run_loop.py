@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from dualdist import logging, session
@@ -53,8 +53,11 @@ def run(func: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State,
 
     @functools.wraps(func)
     def wrapper(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        changes: list[str] = []  # of the hosts, as reported by the launcher
-        with notify_host_changes(os.environ, changes.append):
+        changes: list[str] = []  # of the hosts, as an elastic launcher reports them in a thread
+        with contextlib.ExitStack() as stack:
+            if is_elastic(os.environ):
+                stop = watch_hosts(os.environ, lambda timestamp, how: changes.append("hosts came or went"))
+                stack.callback(stop)
             while True:
                 last_step().notice.launcher_requests = changes
                 state._listen()
@@ -71,26 +74,14 @@ def run(func: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State,
                     if isinstance(error, MismatchError) or not is_elastic(os.environ):
                         raise
                     reason = str(error)
-                    state._roll_back()
+                    if state._path is None:
+                        state.restore()  # this rank's last commit; sync() follows
                 changes.clear()  # the next rendezvous accounts for these, but maybe not for later ones
                 reinitialize(reason)
                 state._rebind_optimizers()
                 state.on_reset()
 
     return wrapper
-
-
-@contextlib.contextmanager
-def notify_host_changes(environ: Mapping[str, str], notify: Callable[[str], None]) -> Iterator[None]:
-    """Within the block call notify(reason), in a thread, when an elastic launcher adds or removes hosts."""
-    if not is_elastic(environ):
-        yield
-        return
-    stop = watch_hosts(environ, lambda timestamp, how: notify("hosts came or went"))
-    try:
-        yield
-    finally:
-        stop()
 
 
 def reinitialize(reason: str) -> None:

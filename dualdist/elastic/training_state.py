@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -161,7 +161,13 @@ class State:
         if must_save or self._commits % self._every == 0:
             self.save()
         if kind == STOP and self._path is not None:
-            _stop(reason, self._path)
+            message = (
+                f"stopped after a step, as requested by {reason}; a job that loads {self._path} resumes from there"
+            )
+            if session.current().topology.rank == 0:
+                last_step().notice.acknowledge()
+            logging.print(f"dualdist: {message} (exit code {REQUEUE})", file=sys.stderr)
+            raise Stopped(message)
         if kind == CHANGE:
             raise RanksChanged(reason)
 
@@ -199,11 +205,6 @@ class State:
         """Call the reset callbacks."""
         for callback in self._callbacks:
             callback()
-
-    def _roll_back(self) -> None:
-        """Return to this rank's last in-memory commit after a rank was lost; sync() follows."""
-        if self._path is None:
-            self.restore()
 
     def _gather_sharded_state(self) -> None:
         """Give every rank all of the optimizers' state before the ranks change; with a path it was saved."""
@@ -263,14 +264,6 @@ def broadcast_state(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:
                 part.load_state_dict(state)
     plain = {name: part for name, part in parts.items() if not has_state(part)}
     return broadcast_object(group, plain, ROOT)
-
-
-def _stop(reason: str, path: str | PathLike[str] | None) -> NoReturn:
-    message = f"stopped after a step, as requested by {reason}; a job that loads {path} resumes from there"
-    if session.current().topology.rank == 0:
-        last_step().notice.acknowledge()
-    logging.print(f"dualdist: {message} (exit code {REQUEUE})", file=sys.stderr)
-    raise Stopped(message)
 
 
 def last_step() -> LastStep:

@@ -292,7 +292,7 @@ def elastic_state_in_memory_keeps_what_was_not_sent() -> None:
             if has_failed:
                 train(model, optimizer, range(2))
                 session.current().world.fail(CollectiveError("a rank was lost"))
-                state._roll_back()
+                state.restore()
             dd.shutdown()
             reopen(backend)
             state._rebind_optimizers()

@@ -479,7 +479,7 @@ def elastic_state_in_memory_follows_the_ranks() -> None:
     for has_failed in (False, True):
         if has_failed:
             session.current().world.fail(CollectiveError("a rank was lost"))
-            state._roll_back()
+            state.restore()
         else:
             state._gather_sharded_state()
         dd.shutdown()
