@@ -1,7 +1,6 @@
 """Checkpoints whose writer dies at any byte or line, on a disk that fills up, and in files that anybody altered."""
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -23,30 +22,17 @@ from typing import Any
 import pytest
 import torch
 from faults.conftest import error_of
+from harness.checkpoints import content, found_step, sealed
 from harness.effort import Effort
 from harness.jobs import Launch
 
 import dualdist as dd
 from dualdist.checkpoint import files as checkpoint_files
-from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, read, read_newest, seal, write
+from dualdist.checkpoint.files import EXTRA, METADATA, FileProgress, read, read_newest, write
 from dualdist.errors import CheckpointError
 
 pytestmark = pytest.mark.smoke
 DRAWS = random.Random(11)
-
-
-def content(step: int) -> dict[str, Any]:
-    return {METADATA: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((1000,), float(step))}}
-
-
-def step_found(folder: Path) -> int:
-    """Return the step of the newest checkpoint, which must be valid and whole."""
-    found = read_newest(folder, FileProgress())
-    assert found is not None
-    assert not found.refused
-    step = int(found.content[EXTRA]["step"])
-    assert found.content["model"]["weight"].unique().tolist() == [step]
-    return step
 
 
 def in_a_child(work: Callable[[], object]) -> int:
@@ -89,15 +75,15 @@ def test_a_writer_killed_at_any_byte_loses_no_checkpoint(tmp_path: Path, effort:
     size = write(tmp_path, content(0), None, FileProgress()).stat().st_size
     times = effort(60, 1500)
     for step in range(1, times + 1):
-        before, nbytes = step_found(tmp_path), DRAWS.randrange(size)
+        before, nbytes = found_step(tmp_path), DRAWS.randrange(size)
         dying = partial(killed_at_byte, nbytes, partial(write, tmp_path, content(step), 2, FileProgress()))
         assert in_a_child(dying) == -signal.SIGXFSZ
         (draft,) = tmp_path.glob(checkpoint_files.DRAFTS)
         assert draft.stat().st_size == nbytes
-        assert step_found(tmp_path) == before
+        assert found_step(tmp_path) == before
         if step % 10 == 0:
             write(tmp_path, content(step), 2, FileProgress())
-            assert step_found(tmp_path) == step
+            assert found_step(tmp_path) == step
             assert not list(tmp_path.glob(checkpoint_files.DRAFTS))
     effort.count("writers killed at a random byte", times)
 
@@ -109,17 +95,17 @@ def test_a_writer_killed_at_any_line_loses_no_checkpoint(tmp_path: Path, effort:
     line, step, codes = 0, 3, set()
     while 0 not in codes:
         line += effort(7, 1)
-        before = step_found(tmp_path)
+        before = found_step(tmp_path)
         work = partial(write, tmp_path, content(step + 1), 2, FileProgress())
         codes.add(in_a_child(partial(killed_at_line, line, work)))
-        now = step_found(tmp_path)
+        now = found_step(tmp_path)
         assert now in (before, step + 1), line
         assert len(list(tmp_path.glob("*.pt"))) >= 2
         step = max(step, now)
         effort.count("writers killed at a line")
     assert codes == {0, -signal.SIGKILL}
     assert line > 100
-    assert step_found(tmp_path) == step
+    assert found_step(tmp_path) == step
 
 
 @contextlib.contextmanager
@@ -256,8 +242,7 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, kind: str, effort: Effort) -> 
     """Not even with a checksum that matches. Harmless content may be loaded."""
     trap, path = tmp_path / "trap", tmp_path / "checkpoint-00000001.pt"
     forged = FORGERIES[kind](Malicious(trap))
-    digest = hashlib.sha256(forged[:-2] + b"\0\0").hexdigest()
-    for data in (forged, forged[:-2] + seal(digest)):
+    for data in (forged, sealed(forged)):
         path.write_bytes(data)
         error = error_of(partial(read, path, FileProgress()), CheckpointError)
         assert "add_safe_globals" not in error, "torch's advice to run it all the same"
@@ -280,8 +265,7 @@ def test_any_file_with_a_matching_checksum_is_read_or_refused(tmp_path: Path, ef
                 near_the_end = len(altered) - 1 - DRAWS.randrange(900)  # where the archive lists its members
                 altered[DRAWS.choice([DRAWS.randrange(len(altered)), near_the_end])] = DRAWS.randrange(256)
             altered = altered[: DRAWS.choice([len(altered)] * 9 + [DRAWS.randrange(len(altered))])]
-            digest = hashlib.sha256(altered[:-2] + b"\0\0").hexdigest()
-            path.write_bytes(altered[:-2] + seal(digest))
+            path.write_bytes(sealed(altered))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 error_of(partial(read, path, FileProgress()), CheckpointError)

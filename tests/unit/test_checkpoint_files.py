@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.checkpoints import content, found_step, sealed
 from harness.effort import Effort
 
 from dualdist.checkpoint.files import (
     EXTRA,
-    FORMAT,
     METADATA,
     SEAL_BYTES,
     FileProgress,
@@ -27,7 +27,6 @@ from dualdist.checkpoint.files import (
     number_of,
     read,
     read_newest,
-    seal,
     write,
 )
 from dualdist.checkpoint.save_load import DiskOutcome, DiskTask
@@ -36,19 +35,8 @@ from dualdist.errors import CheckpointError
 RANDOM = random.Random(5)
 
 
-def content(step: int = 0, count: int = 1000) -> dict[str, Any]:
-    return {METADATA: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((count,), float(step))}}
-
-
 def save(folder: Path, step: int, keep: int | None = 3, count: int = 1000) -> Path:
     return write(folder, content(step, count), keep, FileProgress())
-
-
-def found_step(folder: Path) -> int:
-    found = read_newest(folder, FileProgress())
-    step = int(found.content[EXTRA]["step"])
-    assert found.content["model"]["weight"].unique().tolist() == [step]
-    return step
 
 
 def test_the_last_checkpoints_are_kept_and_numbers_continue(tmp_path: Path) -> None:
@@ -137,40 +125,19 @@ def test_a_truncated_or_extended_file_is_refused_by_name(tmp_path: Path, effort:
         with pytest.raises(CheckpointError, match=r"00000002\.pt (is truncated|has been altered)"):
             read(newest, FileProgress())
         effort.count("files cut short or with more behind")
-    assert found_step(tmp_path) == 1
-
-
-def sealed(path: Path, data: bytes) -> Path:
-    import hashlib
-
-    path.write_bytes(data[:-2] + seal(hashlib.sha256(data[:-2] + b"\0\0").hexdigest()))
-    return path
-
-
-class Script(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_an_archive_of_torchscript_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint-00000001.pt"
-    torch.jit.save(torch.jit.script(Script()), path)  # type: ignore[no-untyped-call]
-    sealed(path, path.read_bytes())
-    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused by torch\.load.*TorchScript"):
-        read(path, FileProgress())
+    assert found_step(tmp_path, refused=1) == 1
 
 
 @pytest.mark.parametrize(
     "strange", [5, [], {}, {METADATA: 1}, {METADATA: {"format": 2}, EXTRA: {}}, {METADATA: {"format": 1}}]
 )
 def test_a_file_of_another_program_is_refused(tmp_path: Path, strange: Any) -> None:
-    torch.save(strange, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="does not end in a checksum"):
-        read_newest(tmp_path / "x.pt", FileProgress())
-    sealed(tmp_path / "x.pt", (tmp_path / "x.pt").read_bytes())
-    with pytest.raises(CheckpointError, match="no checkpoint of this version"):
-        read_newest(tmp_path / "x.pt", FileProgress())
+    path = tmp_path / "x.pt"
+    torch.save(strange, path)
+    for words in ("does not end in a checksum", "no checkpoint of this version"):
+        with pytest.raises(CheckpointError, match=words):
+            read_newest(path, FileProgress())
+        path.write_bytes(sealed(path.read_bytes()))
 
 
 @contextmanager
@@ -211,17 +178,13 @@ class Interrupting(FileProgress):
             self._call(self)
 
 
-def give_up(progress: FileProgress) -> None:
-    progress.is_abandoned = True
-
-
 def test_an_abandoned_file_never_appears(tmp_path: Path) -> None:
     """Not even if it was abandoned at its last byte."""
     path = save(tmp_path, 1)
     size = path.stat().st_size - SEAL_BYTES
     for nbytes in (*range(1, size, 97), size):
         with pytest.raises(CheckpointError, match=r"00000002\.pt: it was abandoned.*00000001\.pt is still there"):
-            write(tmp_path, content(2), 1, Interrupting(nbytes, give_up))
+            write(tmp_path, content(2), 1, Interrupting(nbytes, lambda own: setattr(own, "is_abandoned", True)))
         assert os.listdir(tmp_path) == [path.name]
 
 
@@ -281,11 +244,11 @@ def test_a_stalled_disk_is_an_error_and_a_slow_one_is_not() -> None:
         return "done"
 
     task = DiskTask(lambda progress: work(progress, moves=12), limit_s=limit_s)
-    outcomes: list[DiskOutcome | None] = []
-    while not outcomes or outcomes[-1] is None:
-        outcomes.append(task.outcome())
-    assert len(outcomes) > 8, "as long as it moved, which was twice the limit"
-    assert outcomes[-1] == DiskOutcome(error="no byte went to or from the disk for 0.3 s: is it still there?")
+    beats = 1
+    while (outcome := task.outcome()) is None:
+        beats += 1
+    assert beats > 8, "as long as it moved, which was twice the limit"
+    assert outcome == DiskOutcome(error="no byte went to or from the disk for 0.3 s: is it still there?")
     assert task.progress.is_abandoned
     end.set()
     while task.outcome() != DiskOutcome("done"):
