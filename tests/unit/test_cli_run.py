@@ -82,7 +82,7 @@ def test_lines_can_be_pasted_into_a_shell() -> None:
     built = Command(("torchrun", "a script.py"), {"DUALDIST_BACKEND": "native", "A": "b c"})
     assert shlex.split(shell_line(built)) == ["env", "DUALDIST_BACKEND=native", "A=b c", "torchrun", "a script.py"]
     assert shell_line(Command(("python", "x.py"))) == "python x.py"
-    assert list(shell_lines([Command(("a", "1")), Command(("b c",))])) == ["a 1 &", "'b c' &", "wait"], "side by side"
+    assert shell_lines([Command(("a", "1")), Command(("b c",))]) == ["a 1 &", "'b c' &", "wait"], "side by side"
 
 
 DualdistRun = Callable[..., tuple[int, str, str]]
