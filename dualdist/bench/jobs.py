@@ -222,10 +222,6 @@ class MeasurementSettings:
         if self.timeout_s <= 0:
             raise UsageError(f"timeout {self.timeout_s:g}: expected seconds above 0")
 
-    def variables(self) -> dict[str, str]:
-        no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
-        return {"OMP_NUM_THREADS": str(self.threads), **no_gpu, **self.env}
-
 
 def parse_env(assignments: Sequence[str]) -> dict[str, str]:
     """Parse the NAME=VALUE arguments of --env."""
@@ -331,7 +327,9 @@ def program_command(config: RunConfig, program: tuple[str, ...], settings: Measu
     spawns = config.launcher == SPAWN
     site = replace(settings.site, task_cpus=settings.threads)
     ranks = 1 if spawns else settings.ranks
-    job = Job(program, ranks, config.backend, config.transport, settings.variables())
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if settings.device == "cpu" else {}
+    env = {"OMP_NUM_THREADS": str(settings.threads), **no_gpu, **settings.env}
+    job = Job(program, ranks, config.backend, config.transport, env)
     if settings.slow_link and ranks > 1:
         return wrap_in_slow_link(job, site, settings.slow_link)
     return build_command("python" if spawns else config.launcher, job, site)

@@ -99,17 +99,11 @@ def reject_unknown(parser: argparse.ArgumentParser, words: Sequence[str], unknow
 
 def set_completions(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:
     """Set the values that a shell completes for options, by dest; argcomplete reads this attribute of actions."""
+
+    def complete(words: Sequence[str], prefix: str, **known: Any) -> list[str]:
+        head, comma, _ = prefix.rpartition(",")  # also in a list with commas
+        return [f"{head}{comma}{word}" for word in words]
+
     for action in parser._actions:
         if action.dest in values:
-            action.completer = _Completer(values[action.dest])  # type: ignore[attr-defined]
-
-
-class _Completer:
-    """Complete words, also in a list with commas."""
-
-    def __init__(self, values: Sequence[str]) -> None:
-        self._values = values
-
-    def __call__(self, prefix: str, **known: Any) -> list[str]:
-        head, comma, _ = prefix.rpartition(",")
-        return [f"{head}{comma}{value}" for value in self._values]
+            action.completer = partial(complete, values[action.dest])  # type: ignore[attr-defined]
