@@ -102,20 +102,13 @@ def test_state_wider_than_its_parameter_keeps_its_dtype(tmp_path: Path) -> None:
 def test_state_of_the_parameters_dtype_is_cast_to_another_models(
     tmp_path: Path, then: torch.dtype, now: torch.dtype
 ) -> None:
-    def training(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+    for dtype in (then, now):
         model = nn.Linear(2, 2, dtype=dtype)
-        return model, torch.optim.AdamW(model.parameters())
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        optimizer = torch.optim.AdamW(model.parameters())
+        dd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
         model(torch.ones(1, 2, dtype=dtype)).sum().backward()
         optimizer.step()
-
-    model, optimizer = training(then)
-    step(model, optimizer, then)
-    dd.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
-    model, optimizer = training(now)
-    dd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
-    step(model, optimizer, now)
+        dd.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {now}
 
 
@@ -249,30 +242,27 @@ class Training:
         self.model = nn.Embedding(4, 2, sparse=kind is torch.optim.SparseAdam)
         self.optimizer = kind(self.model.parameters(), **options)
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        self.scheduler = schedule(self.optimizer) if schedule else None
-        if self.scheduler is not None:
-            self.parts["scheduler"] = self.scheduler
+        if schedule is not None:
+            self.parts["scheduler"] = schedule(self.optimizer)
 
     def state(self) -> Any:
         return plain({name: part.state_dict() for name, part in self.parts.items()})
 
+    def closure(self) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.tensor([0, 2])).sin().sum()
+        loss.backward()
+        return loss.item()
+
     def steps(self, count: int) -> list[Any]:
-        """What each step has left."""
-        return [self._step() for _ in range(count)]
-
-    def _step(self) -> Any:
-        def closure() -> Any:
-            self.optimizer.zero_grad()
-            loss = self.model(torch.tensor([0, 2])).sin().sum()
-            loss.backward()
-            return loss.item()
-
-        self.optimizer.step(closure)
-        if isinstance(self.scheduler, schedules.ReduceLROnPlateau):
-            self.scheduler.step(1.0)
-        elif self.scheduler is not None:
-            self.scheduler.step()
-        return [group["lr"] for group in self.optimizer.param_groups], plain(self.model.state_dict())
+        """Return what each step has left."""
+        found = []
+        for _ in range(count):
+            self.optimizer.step(self.closure)
+            if scheduler := self.parts.get("scheduler"):
+                scheduler.step(*[1.0] * isinstance(scheduler, schedules.ReduceLROnPlateau))
+            found.append(([group["lr"] for group in self.optimizer.param_groups], plain(self.model.state_dict())))
+        return found
 
 
 def by_file(tmp_path: Path, was: Training, new: Training) -> Training:
@@ -303,18 +293,9 @@ def by_memory(tmp_path: Path, was: Training, new: Training) -> Training:
     return was
 
 
-WAYS = [by_file, by_file_later, by_state, by_memory]
-
-
-def check(tmp_path: Path, way: Callable[..., Training], make: Callable[[], Training], steps: int) -> None:
-    was = make()
-    was.steps(steps)
-    before = was.state()
-    whole = make()
-    expected = whole.steps(steps + 5)[steps:]
-    resumed = way(tmp_path, was, make())
-    assert resumed.state() == before
-    assert resumed.steps(5) == expected
+def sequence(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [schedules.LinearLR(optimizer), schedules.MultiStepLR(optimizer, [2, 3]), schedules.StepLR(optimizer, 1)]
+    return schedules.SequentialLR(optimizer, parts, [2, 6])
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -325,19 +306,10 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "ConstantLR": lambda optimizer: schedules.ConstantLR(optimizer, total_iters=4),
     "LinearLR": schedules.LinearLR,
     "ExponentialLR": lambda optimizer: schedules.ExponentialLR(optimizer, 0.9),
-    "SequentialLR": lambda optimizer: schedules.SequentialLR(
-        optimizer,
-        [schedules.LinearLR(optimizer), schedules.MultiStepLR(optimizer, [2, 3]), schedules.StepLR(optimizer, 1)],
-        [2, 6],
-    ),
+    "SequentialLR": sequence,
     "CosineAnnealingLR": lambda optimizer: schedules.CosineAnnealingLR(optimizer, 5),
     "ChainedScheduler": lambda optimizer: schedules.ChainedScheduler(
-        [
-            schedules.SequentialLR(
-                optimizer, [schedules.LinearLR(optimizer), schedules.MultiStepLR(optimizer, [2])], [2]
-            ),
-            schedules.MultiStepLR(optimizer, [4]),
-        ]
+        [sequence(optimizer), schedules.MultiStepLR(optimizer, [4])]
     ),
     "ReduceLROnPlateau": lambda optimizer: schedules.ReduceLROnPlateau(optimizer, patience=2),
     "CyclicLR": lambda optimizer: schedules.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
@@ -353,25 +325,29 @@ def test_every_scheduler_of_torch_is_covered() -> None:
     assert names - {LRScheduler.__name__} <= set(SCHEDULES)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_scheduler_resumes_as_if_never_stopped(tmp_path: Path, name: str, way: Callable[..., Training]) -> None:
-    check(tmp_path, way, lambda: Training(torch.optim.SGD, SCHEDULES[name], lr=0.1, momentum=0.9), steps=3)
-
-
-OPTIMIZERS = [
-    kind
-    for _, kind in inspect.getmembers(torch.optim, inspect.isclass)
+TRAININGS: dict[str, Callable[[], Training]] = {
+    name: lambda schedule=schedule: Training(torch.optim.SGD, schedule, lr=0.1, momentum=0.9)  # type: ignore[misc]
+    for name, schedule in SCHEDULES.items()
+} | {
+    name: lambda kind=kind: Training(kind, lr=0.1)  # type: ignore[misc]
+    for name, kind in inspect.getmembers(torch.optim, inspect.isclass)
     if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-]
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_resumes_as_if_never_stopped(
-    tmp_path: Path, kind: type[torch.optim.Optimizer], way: Callable[..., Training]
+@pytest.mark.parametrize("way", [by_file, by_file_later, by_state, by_memory])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_scheduler_and_an_optimizer_resume_as_if_never_stopped(
+    tmp_path: Path, name: str, way: Callable[..., Training]
 ) -> None:
-    check(tmp_path, way, lambda: Training(kind, lr=0.1), steps=2)
+    make = TRAININGS[name]
+    was = make()
+    was.steps(3)
+    before = was.state()
+    expected = make().steps(8)[3:]
+    resumed = way(tmp_path, was, make())
+    assert resumed.state() == before
+    assert resumed.steps(5) == expected
 
 
 class Box:
