@@ -332,7 +332,6 @@ def wrap_optimizer(
     from dualdist.ddp import optimizer as ddp_optimizer
     from dualdist.ddp.bucket_plan import ReducerConfig, bucket_bytes
     from dualdist.ddp.compression import resolve_compressor
-    from dualdist.ddp.step_checks import validate_check_every
 
     config = ReducerConfig(
         op,
@@ -341,7 +340,7 @@ def wrap_optimizer(
         sparse_as_dense,
         bucket_bytes("bucket_cap_mb", bucket_cap_mb),
         bucket_bytes("first_bucket_mb", first_bucket_mb),
-        validate_check_every(check_every),
+        check_every,
         gradient_as_bucket_view,
         reduction=reduction,
         shard=shard,

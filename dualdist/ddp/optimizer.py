@@ -100,6 +100,9 @@ def _resolve_config(config: ReducerConfig, group: Group) -> ReducerConfig:
         )
     if not config.gradient_predivide_factor > 0:
         raise UsageError(f"gradient_predivide_factor={config.gradient_predivide_factor}: expected a number above 0")
+    every = config.check_every
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise UsageError(f"check_every={every!r}: expected the number of steps between two checks, 1 or more")
     if config.shard and config.op == "adasum":
         raise UsageError(
             "shard=True with op='adasum', for which every rank steps on all parameters: choose one of the two"

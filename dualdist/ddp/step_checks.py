@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualdist.collectives.consistency import require_same
-from dualdist.errors import NonFiniteError, UsageError
+from dualdist.errors import NonFiniteError
 from dualdist.utils.suggest import format_ranks
 
 if TYPE_CHECKING:
@@ -155,10 +155,3 @@ class StepChecks:
                 f"gradients are not finite: {format_nonfinite(remaining, reducer.group.ranks)}. The step was not "
                 "taken: parameters and the optimizer's state are unchanged"
             )
-
-
-def validate_check_every(every: int | None) -> int | None:
-    """Return `every`; UsageError unless it is None, or 1 or more."""
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise UsageError(f"check_every={every!r}: expected the number of steps between two checks, 1 or more")
-    return every

@@ -32,8 +32,8 @@ def parameters(specs: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
     return [torch.empty(count, dtype=dtype, device="meta") for count, dtype in specs]
 
 
-def backwards(params: Sequence[torch.Tensor]) -> range:
-    return range(len(params) - 1, -1, -1)
+def planned(params: Sequence[torch.Tensor], config: ReducerConfig = ReducerConfig()) -> list[tuple[int, ...]]:  # noqa: B008
+    return plan_buckets(params, range(len(params) - 1, -1, -1), config)
 
 
 def nbytes(params: Sequence[torch.Tensor], bucket: Sequence[int]) -> int:
@@ -45,33 +45,27 @@ def test_every_parameter_is_in_one_bucket_of_its_dtype_that_the_last_one_fills(
     specs: list[tuple[int, torch.dtype]],
 ) -> None:
     params = parameters(specs)
-    buckets = plan_buckets(params, backwards(params), ReducerConfig())
+    buckets = planned(params)
     assert sorted(number for bucket in buckets for number in bucket) == list(range(len(params)))
     for bucket in buckets:
         assert len({params[number].dtype for number in bucket}) == 1
         assert list(bucket) == sorted(bucket, reverse=True), "autograd finishes the last ones first"
-    params = parameters(specs)
-    for bucket in plan_buckets(params, backwards(params), ReducerConfig()):
         assert nbytes(params, bucket[:-1]) < BUCKET_BYTES
 
 
 def test_the_first_bucket_is_small_and_sizes_are_configurable() -> None:
     params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 200)
-    first, *others = plan_buckets(params, backwards(params), ReducerConfig())
+    first, *others = planned(params)
     assert nbytes(params, first) == FIRST_BUCKET_BYTES
     assert [nbytes(params, bucket) for bucket in others[:-1]] == [BUCKET_BYTES] * (len(others) - 1)
-    eighth = (FIRST_BUCKET_BYTES // 8 // 4, torch.float32)
     for count, buckets in ((15, 1), (16, 2)):
-        params = parameters([eighth] * count)
-        assert len(plan_buckets(params, backwards(params), ReducerConfig())) == buckets
-    params = parameters([(1 << 18, torch.float32)] * 8)
+        assert len(planned(parameters([(FIRST_BUCKET_BYTES // 8 // 4, torch.float32)] * count))) == buckets
     config = ReducerConfig(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
-    assert [len(bucket) for bucket in plan_buckets(params, backwards(params), config)] == [2, 3, 3]
+    assert [len(bucket) for bucket in planned(parameters([(1 << 18, torch.float32)] * 8), config)] == [2, 3, 3]
 
 
 def test_a_bucket_holds_one_device_and_follows_the_order_of_gradients() -> None:
-    params = [torch.empty(4), torch.empty(4, device="meta")]
-    assert plan_buckets(params, backwards(params), ReducerConfig()) == [(1,), (0,)]
+    assert planned([torch.empty(4), torch.empty(4, device="meta")]) == [(1,), (0,)]
     params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 6)
     first, second = plan_buckets(params, [3, 1, 0, 2, 5, 4], ReducerConfig())
     assert (first, second) == ((3, 1), (0, 2, 5, 4))

@@ -84,11 +84,8 @@ def test_no_rank_has_more_than_its_part(sizes: list[int], size: int) -> None:
     assert max(loads) <= sum(sizes) / size * 1.05
 
 
-def test_what_is_balanced_is_not_cut() -> None:
+def test_only_what_is_too_large_and_can_be_cut_is_cut() -> None:
     assert assign([64] * 8 + [1] * 8, 4) == ([*[0, 1, 2, 3] * 4], [130] * 4)
-
-
-def test_what_cannot_be_cut_has_one_owner_and_spares_the_others() -> None:
     assert assign([9000, 100, 90], 2, cuts=False) == ([0, 1, 1], [9000, 190])
     owners, loads = assign([10, 10, 8000], 2)
     assert (owners[2], loads) == (None, [4010, 4010])

@@ -27,6 +27,10 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a group": lambda: dd.allreduce(ONE, group=NOT),
     "a group of a barrier": lambda: dd.barrier(group=NOT),
     "names": lambda: dd.wrap_optimizer(torch.optim.SGD([ONE.clone().requires_grad_()], 1.0), NOT),
+    **{
+        f"check_every={every}": lambda every=every: dd.wrap_optimizer(torch.optim.SGD([ONE], 1.0), check_every=every)  # type: ignore[misc]
+        for every in (0, -1, 1.5, True, "10")
+    },
     "a data set": lambda: dd.Sampler(NOT, remainder="drop"),
     "a sampler": lambda: dd.loader([1], sampler=NOT),
 }
