@@ -1,7 +1,6 @@
 """`dualdist bench allreduce`: latency and bandwidth of dualdist's allreduce and of the raw library's."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def _result(reports: list[dict[str, Any]]) -> dict[str, Any]:
         **{name: first[name] for name in ("ranks", "backend", "transport", "launcher", "device", "threads", "library")},
         "rounds": first["options"]["rounds"],
         "launches": len(reports),
-        "noise": machine_noise(foreign, samples).to_json(),
+        "noise": machine_noise(foreign, samples),
         "sizes": [_size(sizes, first["ranks"]) for sizes in zip(*(report["sizes"] for report in reports), strict=True)],
     }
 
@@ -85,17 +84,15 @@ def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
         "repeats": [size["repeats"] for size in sizes],
         "calls": {
             name: {
-                "seconds": asdict(bootstrap_median(rounds)),
+                "seconds": bootstrap_median(rounds),
                 "min_seconds": min(min(values) for values in rounds),
                 "algorithm_gb_s": algorithm_bandwidth(nbytes, pooled_median(rounds)),
                 "bus_gb_s": bus_bandwidth(nbytes, pooled_median(rounds), ranks),
             }
             for name, rounds in seconds.items()
         },
-        "ratio_to_raw": {
-            name: asdict(time_ratio(seconds[name], seconds[raw], foreign)) for name, raw in RAW_CALLS.items()
-        },
-        "overhead_s": {name: asdict(time_difference(seconds[name], seconds[raw])) for name, raw in RAW_CALLS.items()},
+        "ratio_to_raw": {name: time_ratio(seconds[name], seconds[raw], foreign) for name, raw in RAW_CALLS.items()},
+        "overhead_s": {name: time_difference(seconds[name], seconds[raw]) for name, raw in RAW_CALLS.items()},
     }
 
 

@@ -86,13 +86,13 @@ def _result(config: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> 
         "ranks": len(kinds["raw"][0]),
         "rounds": len(kinds["raw"]),
         "resources": {kind: {name: _max_of_ranks(jobs, name) for name in RESOURCES} for kind, jobs in kinds.items()},
-        "noise": machine_noise([foreign], [seconds["raw"][TOTAL]]).to_json(),
+        "noise": machine_noise([foreign], [seconds["raw"][TOTAL]]),
         "parts": {
             part: {
-                **{kind: asdict(bootstrap_median([seconds[kind][part]])) for kind in KINDS},
+                **{kind: bootstrap_median([seconds[kind][part]]) for kind in KINDS},
                 **{f"min_{kind}": min(seconds[kind][part]) for kind in KINDS},
-                "overhead_s": asdict(time_difference([seconds["dualdist"][part]], [seconds["raw"][part]])),
-                "ratio_to_raw": asdict(time_ratio([seconds["dualdist"][part]], [seconds["raw"][part]], [foreign])),
+                "overhead_s": time_difference([seconds["dualdist"][part]], [seconds["raw"][part]]),
+                "ratio_to_raw": time_ratio([seconds["dualdist"][part]], [seconds["raw"][part]], [foreign]),
             }
             for part in parts
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist, median
 from typing import Any
 
@@ -30,53 +30,30 @@ NOISY_ROUNDS = 0.25
 NOISY_SPREAD = 0.1
 
 
-@dataclass(frozen=True)
-class MedianEstimate:
-    """A median over rounds and launches with its 95% bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class TimeRatio:
-    """Step time of one contender over another's, round by round; below 1 it is faster.
+def time_ratio(over: Sequence[Rounds], under: Sequence[Rounds], foreign: Sequence[ForeignCores]) -> dict[str, Any]:
+    """Divide `over` by `under`, round by round; each argument holds one sequence per launch.
 
     `min_ratio` is the smallest ratio of a round, `ratio_of_minima` that of the smallest samples overall, and
     `quiet_median` the median over rounds that were not loaded (None if all were).
     """
-
-    median: MedianEstimate
-    min_ratio: float
-    ratio_of_minima: float
-    quiet_median: float | None
-    rounds: int
-    loaded_rounds: int
-    launches: int
-
-
-def time_ratio(over: Sequence[Rounds], under: Sequence[Rounds], foreign: Sequence[ForeignCores] = ()) -> TimeRatio:
-    """Divide `over` by `under`, round by round; each argument holds one sequence per launch."""
     launches = [[a / b for a, b in zip(*each, strict=True)] for each in zip(over, under, strict=True)]
-    foreign = foreign or [[None] * len(rounds) for rounds in over]
     quiet = [
         [value for value, cores in zip(values, rounds, strict=True) if not is_loaded(cores)]
         for values, rounds in zip(launches, foreign, strict=True)
     ]
     quiet = [values for values in quiet if values]
-    return TimeRatio(
-        median=bootstrap_median(launches),
-        min_ratio=min(min(values) for values in launches),
-        ratio_of_minima=min(min(values) for values in over) / min(min(values) for values in under),
-        quiet_median=pooled_median(quiet) if quiet else None,
-        rounds=sum(len(values) for values in launches),
-        loaded_rounds=sum(sum(map(is_loaded, rounds)) for rounds in foreign),
-        launches=len(launches),
-    )
+    return {
+        "median": bootstrap_median(launches),
+        "min_ratio": min(min(values) for values in launches),
+        "ratio_of_minima": min(min(values) for values in over) / min(min(values) for values in under),
+        "quiet_median": pooled_median(quiet) if quiet else None,
+        "rounds": sum(len(values) for values in launches),
+        "loaded_rounds": sum(sum(map(is_loaded, rounds)) for rounds in foreign),
+        "launches": len(launches),
+    }
 
 
-def time_difference(over: Sequence[Rounds], under: Sequence[Rounds]) -> MedianEstimate:
+def time_difference(over: Sequence[Rounds], under: Sequence[Rounds]) -> dict[str, float]:
     """Subtract `under` from `over`, round by round."""
     return bootstrap_median([[a - b for a, b in zip(*each, strict=True)] for each in zip(over, under, strict=True)])
 
@@ -86,7 +63,7 @@ def pooled_median(launches: Sequence[Rounds]) -> float:
     return median(median(rounds) for rounds in launches)
 
 
-def bootstrap_median(launches: Sequence[Rounds], *, seed: int = 0) -> MedianEstimate:
+def bootstrap_median(launches: Sequence[Rounds]) -> dict[str, float]:
     """Return the pooled median and its percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
 
     Launches are resampled first, then the rounds within each (Davison and Hinkley 1997, section 3.8), which
@@ -94,22 +71,25 @@ def bootstrap_median(launches: Sequence[Rounds], *, seed: int = 0) -> MedianEsti
     """
     import numpy
 
-    draw = random.Random(seed).choices
+    draw = random.Random(0).choices
     medians = [
         median(median(draw(rounds, k=len(rounds))) for rounds in draw(launches, k=len(launches)))
         for _ in range(RESAMPLES)
     ]
     low, high = numpy.quantile(medians, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return MedianEstimate(pooled_median(launches), float(low), float(high))
+    return {"value": pooled_median(launches), "low": float(low), "high": float(high)}
 
 
 @dataclass(frozen=True)
-class MedianInterval(MedianEstimate):
+class MedianInterval:
     """A median over launches with its 95% interval, or the range of the values if there are too few launches.
 
     `comparisons` intervals hold simultaneously with 95% confidence (Bonferroni).
     """
 
+    value: float
+    low: float
+    high: float
     launches: int
     comparisons: int = 1
 
@@ -137,7 +117,7 @@ def min_launches(comparisons: int = 1) -> int:
 MIN_LAUNCHES = min_launches()
 
 
-def median_interval(values: Sequence[float], *, comparisons: int = 1, seed: int = 0) -> MedianInterval:
+def median_interval(values: Sequence[float], *, comparisons: int = 1) -> MedianInterval:
     """Return the median of one value per launch, with a percentile bootstrap interval over launches.
 
     The percentiles are expanded for small samples as Hesterberg does for means (The American Statistician 69(4),
@@ -152,52 +132,38 @@ def median_interval(values: Sequence[float], *, comparisons: int = 1, seed: int 
     t = stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, count - 1) * math.sqrt(count / (count - 1))
     level = 1 - 2 * NormalDist().cdf(-t)
     found = stats.bootstrap(
-        (values,), numpy.median, n_resamples=PAIRED_RESAMPLES, confidence_level=level, method="percentile", rng=seed
+        (values,), numpy.median, n_resamples=PAIRED_RESAMPLES, confidence_level=level, method="percentile", rng=0
     ).confidence_interval
     return MedianInterval(median(values), float(found.low), float(found.high), count, comparisons)
 
 
-@dataclass(frozen=True)
-class MachineNoise:
-    """Noise of the machine during a benchmark.
+def machine_noise(foreign: Sequence[ForeignCores], baseline: Sequence[Rounds]) -> dict[str, Any]:
+    """Return how noisy the machine was, by the foreign CPU use of every round and the spread of the baseline's samples.
 
-    `foreign_cores` is the CPU use of other processes in the median round, None if unknown. `spread` is the
-    interquartile range of the baseline's samples over their median, the median over launches.
+    `foreign_cores` is that of the median round, None if unknown. `spread` is the interquartile range over the median,
+    the median over launches.
     """
-
-    rounds: int
-    loaded_rounds: int
-    foreign_cores: float | None
-    spread: float
-
-    @property
-    def is_noisy(self) -> bool:
-        return self.loaded_rounds > NOISY_ROUNDS * self.rounds or self.spread > NOISY_SPREAD
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "is_noisy": self.is_noisy, "summary": str(self)}
-
-    def __str__(self) -> str:
-        foreign = "unknown" if self.foreign_cores is None else f"{self.foreign_cores:.2f} cores"
-        verdict = "NOISY: repeat on a quiet machine before relying on this" if self.is_noisy else "quiet"
-        return (
-            f"{verdict} (CPU use of other processes {foreign} in the median round, {self.loaded_rounds} of "
-            f"{self.rounds} rounds above {LOADED_CORES:g} cores; interquartile range of the baseline {self.spread:.1%})"
-        )
-
-
-def machine_noise(foreign: Sequence[ForeignCores], baseline: Sequence[Rounds]) -> MachineNoise:
-    """Summarize the foreign CPU use of every round and the spread of the baseline's samples."""
     from scipy.stats import iqr
 
     flat = [value for rounds in foreign for value in rounds]
     known = [value for value in flat if value is not None]
-    return MachineNoise(
-        rounds=len(flat),
-        loaded_rounds=sum(map(is_loaded, flat)),
-        foreign_cores=median(known) if known else None,
-        spread=median(float(iqr(rounds)) / median(rounds) for rounds in baseline),
+    cores, loaded = median(known) if known else None, sum(map(is_loaded, flat))
+    spread = median(float(iqr(rounds)) / median(rounds) for rounds in baseline)
+    is_noisy = loaded > NOISY_ROUNDS * len(flat) or spread > NOISY_SPREAD
+    verdict = "NOISY: repeat on a quiet machine before relying on this" if is_noisy else "quiet"
+    summary = (
+        f"{verdict} (CPU use of other processes {'unknown' if cores is None else f'{cores:.2f} cores'} in the median "
+        f"round, {loaded} of {len(flat)} rounds above {LOADED_CORES:g} cores; interquartile range of the baseline "
+        f"{spread:.1%})"
     )
+    return {
+        "rounds": len(flat),
+        "loaded_rounds": loaded,
+        "foreign_cores": cores,
+        "spread": spread,
+        "is_noisy": is_noisy,
+        "summary": summary,
+    }
 
 
 def is_loaded(cores: float | None) -> bool:

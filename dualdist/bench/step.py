@@ -1,7 +1,7 @@
 """`dualdist bench step`: the time of one training step, its ratio to DDP and raw Horovod, and peak memory."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -104,11 +104,11 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
         "steps": [report["steps"] for report in reports],
         "rounds": first["options"]["rounds"],
         "launches": len(reports),
-        "noise": noise.to_json(),
+        "noise": noise,
         "contenders": {
             name: {
                 "label": _label(name, first["backend"]),
-                "seconds": asdict(bootstrap_median(seconds[name])),
+                "seconds": bootstrap_median(seconds[name]),
                 "min_seconds": min(min(rounds) for rounds in seconds[name]),
                 "cpu_seconds": median(median(report["cpu_s"][name]) for report in reports),
                 "peak_bytes": peaks[name],
@@ -116,7 +116,7 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
                 "identical_across_ranks": all(report["identical_across_ranks"][name] for report in reports),
                 "max_difference": max((report["max_difference"].get(name, 0.0) for report in reports), default=0.0),
                 "ratios": {
-                    baseline: asdict(time_ratio(seconds[name], seconds[baseline], foreign))
+                    baseline: time_ratio(seconds[name], seconds[baseline], foreign)
                     for baseline in baselines
                     if baseline != name
                 },
