@@ -23,7 +23,7 @@ from dualdist.launch.execute import run_command
 from dualdist.launch.failure import find_exception
 from dualdist.launch.job import Command, Job, Site
 from dualdist.launch.launchers import LAUNCHERS, build_command, check_launcher, find_conflicts
-from dualdist.utils.machine import CpuUse, read_cpu
+from dualdist.utils.machine import read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
 from dualdist.utils.suggest import require_choice
 
@@ -224,7 +224,6 @@ class MeasurementSettings:
 
 
 def parse_env(assignments: Sequence[str]) -> dict[str, str]:
-    """Parse the NAME=VALUE arguments of --env."""
     for assignment in assignments:
         if not assignment.partition("=")[1]:
             raise UsageError(f"--env {assignment}: expected NAME=VALUE")
@@ -346,7 +345,7 @@ def run_job(planned: PlannedJob, timeout_s: float) -> list[Report]:
         code, output = run_command(planned.command, timeout_s=timeout_s, what=planned.title)
     except LaunchError as error:
         raise LaunchError(redact(str(error))) from error
-    foreign = foreign_cores([CpuUse.between(before, read_cpu(children=True))])
+    foreign = foreign_cores([read_cpu(children=True).since(before)])
     missing = [path for path in planned.reports if not path.exists()]
     if code != 0 or missing:
         output = re.sub(f"^(?:{planned.command.prefix})", "", output.strip(), flags=re.MULTILINE)

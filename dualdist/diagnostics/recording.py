@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualdist.collectives.consistency import digest
-from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
+from dualdist.utils.machine import CpuUse, device_name, read_cpu, resident_kib
 from dualdist.utils.output_file import write_atomically
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Recorder:
     _reduction: str | None = None  # that the program asked for itself
     _sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int] = lambda _: 0
     _depth: int = 0  # of nested step() calls
-    _at_warm: tuple[int, Any] = (0, None)
+    _at_warm: tuple[int, CpuUse | None] = (0, None)
     _is_written: bool = False
 
     @property
@@ -101,7 +101,7 @@ class Recorder:
         self._is_written = True
         sent_before, cpu_before = self._at_warm
         sent, timed = tcp_bytes_sent(), max(0, len(self._ends) - self.warmup)
-        cpu = None if cpu_before is None else CpuUse.between(cpu_before, read_cpu())
+        cpu = None if cpu_before is None else read_cpu().since(cpu_before)
         parameters = list(parameters)
         # The largest machine epsilon of the parameters' dtypes.
         rounding = max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)
@@ -118,7 +118,7 @@ class Recorder:
             "start": self._start,
             "sample": sample_parameters(parameters),
             "rounding": rounding,
-            "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
+            "peak_bytes": None if (peak := resident_kib(peak=True)) is None else peak * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             "tcp_bytes": max(0, sent - sent_before) / timed if cpu is not None and timed else None,
             "sent_bytes": sent_bytes,

@@ -23,7 +23,7 @@ from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Mpi
 from dualdist.topology import Topology
 from dualdist.utils.extension import built_for
-from dualdist.utils.machine import CORE, affinity_cores, core_language, package_version, quota_cores
+from dualdist.utils.machine import CORE, core_language, package_version, quota_cores
 from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_probe, run_tool
 from dualdist.version import __version__
@@ -174,7 +174,7 @@ def collect_host_facts() -> HostFacts:
     address = resolve(name)
     return HostFacts(
         name=name,
-        cores=affinity_cores(),
+        cores=len(os.sched_getaffinity(0)),
         total_cores=os.cpu_count() or 1,
         cpu_quota=quota_cores(),
         shm_free=shutil.disk_usage(FOLDER).free if os.path.isdir(FOLDER) else None,

