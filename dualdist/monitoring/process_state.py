@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import FrameType
 
 from dualdist.errors import RankLostError
 from dualdist.utils.deadline import call_within
@@ -42,13 +41,9 @@ def program_thread(preferred: int | None = None) -> int:
 def thread_stack(thread: int, *, is_in_operation: bool) -> list[Line]:
     """Return the thread's stack, its last SHOWN lines; in an operation, down to the call of the operation."""
     frame = sys._current_frames().get(thread)
-    return [] if frame is None else trim_stack(_lines(frame), is_in_operation=is_in_operation)
-
-
-def _lines(frame: FrameType) -> list[Line]:
-    """Return the lines of a stack without reading the source: see READ_S."""
-    calls = list(traceback.walk_stack(frame))[::-1]
-    return [(called.f_code.co_filename, number, called.f_code.co_name) for called, number in calls]
+    calls = [] if frame is None else list(traceback.walk_stack(frame))[::-1]  # reads no source: see READ_S
+    lines = [(called.f_code.co_filename, number, called.f_code.co_name) for called, number in calls]
+    return trim_stack(lines, is_in_operation=is_in_operation)
 
 
 def trim_stack(lines: Sequence[Line], *, is_in_operation: bool) -> list[Line]:

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dualdist.backends.base import Store
@@ -48,7 +49,7 @@ class RankPosition:
     """Ranks at one location of the program, with the seconds for which each has been there."""
 
     location: str
-    stack: tuple[Line, ...]
+    stack: Sequence[Line]
     seconds: dict[int, float]
 
 
@@ -121,21 +122,22 @@ class RankProbe:
             if self._store.has(answers):
                 return _parse_result(number, self._store.get(answers, 1.0))
             deadline.sleep(POLL_SOON_S)
-        positions = self._collect(number, Deadline(ANSWER_S if is_first else 0.1))  # the first one has exited since
-        self._store.set(answers, json.dumps([[each.location, each.stack, each.seconds] for each in positions]))
-        return ProbeResult(number, positions)
+        text = self._collect(number, Deadline(ANSWER_S if is_first else 0.1))  # the first one has exited since
+        self._store.set(answers, text)
+        return _parse_result(number, text)
 
-    def _collect(self, number: int, deadline: Deadline) -> tuple[RankPosition, ...]:
+    def _collect(self, number: int, deadline: Deadline) -> str:
+        """Return each position that ranks replied, with its ranks and their seconds, as _parse_result() takes it."""
         size, count = len(self.processes), self._name("replies", number)
         while self._store.add(count, 0) < size and not deadline.passed():
             deadline.sleep(POLL_SOON_S)
-        found: dict[tuple[str, tuple[Line, ...]], dict[int, float]] = {}
+        found = defaultdict[str, dict[int, float]](dict)
         for rank in range(size):
             reply = self._name(f"reply/{rank}", number)
             if self._store.has(reply):
-                location, seconds, stack = json.loads(self._store.get(reply, 1.0))
-                found.setdefault((location, _parse_stack(stack)), {})[rank] = seconds
-        return tuple(RankPosition(location, stack, seconds) for (location, stack), seconds in found.items())
+                seconds, _, position = self._store.get(reply, 1.0).partition(" ")
+                found[position][rank] = float(seconds)
+        return json.dumps(found)
 
     def broadcast(self, result: ProbeResult, text: str, late: Sequence[int]) -> None:
         """Print the text on all ranks that answered, and return when they have; `late` are the ranks waited for."""
@@ -176,7 +178,7 @@ class RankProbe:
         else:
             thread, since, location = self._last_thread or 0, self._returned_at, IN_PROGRAM
         stack = thread_stack(program_thread(thread), is_in_operation=bool(entered))
-        reply = json.dumps([location, time.monotonic() - since, stack])
+        reply = f"{time.monotonic() - since} {json.dumps([location, stack])}"
         self._store.set(self._name(f"reply/{self.rank}", number), reply)
         self._unprinted[number] = Deadline(2 * ANSWER_S + PRINT_S)
         self._answered = number
@@ -219,35 +221,21 @@ def _print(asker: int, text: str) -> None:
     sys.stderr.flush()
 
 
-def _parse_stack(stack: Sequence[Sequence[object]]) -> tuple[Line, ...]:
-    return tuple((str(file), int(str(number)), str(name)) for file, number, name in stack)
-
-
 def _parse_result(number: int, text: str) -> ProbeResult:
-    return ProbeResult(
-        number,
-        tuple(
-            RankPosition(location, _parse_stack(stack), {int(rank): float(s) for rank, s in seconds.items()})
-            for location, stack, seconds in json.loads(text)
-        ),
-    )
+    positions = []
+    for position, seconds in json.loads(text).items():
+        location, stack = json.loads(position)
+        positions.append(RankPosition(location, stack, {int(rank): s for rank, s in seconds.items()}))
+    return ProbeResult(number, tuple(positions))
 
 
-@dataclass(frozen=True)
-class SilentRank:
-    """A rank that does not answer, and the state of its process if it is on this host."""
-
-    rank: int
-    state: str = ""
-    pid: int = 0
-
-
-def inspect_silent(ranks: Sequence[int], processes: Sequence[ProcessIdentity | None]) -> list[SilentRank]:
-    """Inspect the processes of ranks that do not answer."""
-    found = []
-    for number, rank in enumerate(ranks):
-        process = processes[rank] if number < SHOWN else None
-        found.append(SilentRank(rank) if process is None else SilentRank(rank, process.state(), process.pid))
+def inspect_silent(ranks: Sequence[int], processes: Sequence[ProcessIdentity | None]) -> dict[int, str]:
+    """Return what the process of each rank that does not answer is doing, "" if it is not on this host."""
+    found = dict.fromkeys(ranks, "")
+    for rank in ranks[:SHOWN]:
+        process = processes[rank]
+        if process is not None and (state := process.state()):
+            found[rank] = f"its process {process.pid} {state}"
     return found
 
 
@@ -260,7 +248,11 @@ def report_timeout(probe: RankProbe, ranks: Sequence[int], what: str, reason: st
         stopped = [rank for rank, each in processes.items() if each is not None and each.state() in NOT_RUNNING]
         return format_report(what, reason, [], inspect_silent(stopped, probe.processes), is_store_there=False)
     missing = [rank for rank in ranks if rank not in result.answered()]
-    positions = _positions_of(result, ranks)
+    positions = [
+        replace(each, seconds={rank: s for rank, s in each.seconds.items() if rank in ranks})
+        for each in result.positions
+        if not each.seconds.keys().isdisjoint(ranks)
+    ]
     text = format_report(what, reason, positions, inspect_silent(missing, probe.processes))
     late = [*missing, *(rank for position in _elsewhere(what, positions) for rank in position.seconds)]
     with contextlib.suppress(RendezvousError, TimeoutError):  # the store has gone since
@@ -287,11 +279,14 @@ def format_report(
     what: str,
     reason: str,
     positions: Sequence[RankPosition],
-    silent: Sequence[SilentRank],
+    silent: Mapping[int, str],
     *,
     is_store_there: bool = True,
 ) -> str:
-    """Return one line with the missing ranks, their positions and since when, followed by their stacks."""
+    """Return one line with the missing ranks, their positions and since when, followed by their stacks.
+
+    `silent` says of ranks that do not answer what their processes are doing, "" where that is unknown.
+    """
     elsewhere = _elsewhere(what, positions)
     clauses = [f"{what}: {reason}", *([] if is_store_there else [STORE_GONE]), *_silent_clauses(silent)]
     for location in dict.fromkeys(position.location for position in elsewhere):
@@ -307,9 +302,9 @@ def _elsewhere(what: str, positions: Sequence[RankPosition]) -> list[RankPositio
     return [position for position in positions if position.location != f"in {what}"]
 
 
-def _silent_clauses(silent: Sequence[SilentRank]) -> list[str]:
-    unknown = [one.rank for one in silent if not one.state]
-    clauses = [f"no answer from rank {one.rank}: its process {one.pid} {one.state}" for one in silent if one.state]
+def _silent_clauses(silent: Mapping[int, str]) -> list[str]:
+    unknown = [rank for rank, state in silent.items() if not state]
+    clauses = [f"no answer from rank {rank}: {state}" for rank, state in silent.items() if state]
     return [*clauses, *([f"no answer from {format_ranks(unknown)}: {UNKNOWN_STATE}"] if unknown else [])]
 
 
@@ -336,12 +331,3 @@ def _arrival_order(positions: Sequence[RankPosition]) -> str:
 def _format_span(seconds: Iterable[float]) -> str:
     rounded = sorted({round(s) for s in seconds})
     return f"{rounded[0]} s" if len(rounded) == 1 else f"{rounded[0]} to {rounded[-1]} s"
-
-
-def _positions_of(result: ProbeResult, ranks: Sequence[int]) -> list[RankPosition]:
-    """Return the positions of `ranks` alone."""
-    found = [
-        replace(position, seconds={rank: position.seconds[rank] for rank in ranks if rank in position.seconds})
-        for position in result.positions
-    ]
-    return [position for position in found if position.seconds]

@@ -29,7 +29,6 @@ from dualdist.monitoring.rank_probe import (
     IN_PROGRAM,
     RankPosition,
     RankProbe,
-    SilentRank,
     find_silent_ranks,
     format_report,
     report_timeout,
@@ -53,42 +52,42 @@ ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
 @pytest.mark.parametrize(
     ("positions", "silent", "expected"),
     [
-        ([ARRIVED, at(IN_PROGRAM, {1: 6.6})], [], f"rank 1 did not arrive: {IN_PROGRAM}, for 7 s"),
-        ([at("in barrier 'b'", {1: 5.0}), at("in barrier 'b'", {3: 7.1}, HERE)], [],
+        ([ARRIVED, at(IN_PROGRAM, {1: 6.6})], {}, f"rank 1 did not arrive: {IN_PROGRAM}, for 7 s"),
+        ([at("in barrier 'b'", {1: 5.0}), at("in barrier 'b'", {3: 7.1}, HERE)], {},
          "ranks 1, 3 did not arrive: in barrier 'b', for 5 to 7 s, at <program>:7"),
-        ([ARRIVED], [SilentRank(1, STATES["T"], 4711)],
+        ([ARRIVED], {1: f"its process 4711 {STATES['T']}"},
          "no answer from rank 1: its process 4711 is stopped by a signal, so its stack is unavailable"),
-        ([ARRIVED], [SilentRank(1), SilentRank(3)],
+        ([ARRIVED], {1: "", 3: ""},
          "no answer from ranks 1, 3: exited, stopped, or in C code that holds the GIL"),
-        ([ARRIVED], [], "all ranks are in this operation"),
-        ([at(f"in {WHAT}", {0: 6.0, 1: 0.3, 2: 5.9})], [], "rank 1 arrived 6 s after the first"),
-        ([], [], "no rank reported its position"),
+        ([ARRIVED], {}, "all ranks are in this operation"),
+        ([at(f"in {WHAT}", {0: 6.0, 1: 0.3, 2: 5.9})], {}, "rank 1 arrived 6 s after the first"),
+        ([], {}, "no rank reported its position"),
     ],
     ids=["in the program", "several stacks", "stopped", "on another host", "together", "late", "no answers"],
 )  # fmt: skip
 def test_the_first_line_names_the_missing_ranks(
-    positions: list[RankPosition], silent: list[SilentRank], expected: str
+    positions: list[RankPosition], silent: dict[int, str], expected: str
 ) -> None:
     found = format_report(WHAT, REASON, positions, silent).splitlines()[0]
     assert found == f"{WHAT}: {REASON}; {expected}"
     b1, b10 = at("in barrier 'b.1'", {0: 1.0}), at("in barrier 'b.10'", {1: 1.0})
-    assert "rank 1 did not arrive: in barrier 'b.10'" in format_report("barrier 'b.1'", REASON, [b1, b10], [])
+    assert "rank 1 did not arrive: in barrier 'b.10'" in format_report("barrier 'b.1'", REASON, [b1, b10], {})
 
 
 def test_stacks_follow_once_per_position_and_a_missing_store_is_named() -> None:
     missing = [at(IN_PROGRAM, {1: 6.0, 3: 6.0}, HERE), at(IN_PROGRAM, {2: 6.0}, ("<program>", 9, "load"))]
-    found = format_report(WHAT, REASON, missing, [SilentRank(4, BUSY, 4711)]).splitlines()
+    found = format_report(WHAT, REASON, missing, {4: f"its process 4711 {BUSY}"}).splitlines()
     assert found[1:] == [
         "  Stack of ranks 1, 3:",
         '    File "<program>", line 7, in train',
         "  Stack of rank 2:",
         '    File "<program>", line 9, in load',
     ]
-    found = format_report(WHAT, REASON, [], [], is_store_there=False)
+    found = format_report(WHAT, REASON, [], {}, is_store_there=False)
     assert (
         "the store of the job, which rank 0 or its launcher serves, does not answer; see rank 0's last output" in found
     )
-    found = format_report(WHAT, REASON, [], [SilentRank(0, STATES["T"], 5)], is_store_there=False)
+    found = format_report(WHAT, REASON, [], {0: f"its process 5 {STATES['T']}"}, is_store_there=False)
     assert "does not answer; no answer from rank 0: its process 5 is stopped by a signal" in found
 
 
