@@ -202,7 +202,6 @@ def summarize(done: Done, options: ScaleOptions) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> Iterator[ReportTable]:
-    """Yield the fits, their validation, and the predictions."""
     if result["fits"]:
         yield _fits(result)
         yield _validation(result)

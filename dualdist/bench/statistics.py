@@ -54,7 +54,6 @@ def time_ratio(over: Sequence[Rounds], under: Sequence[Rounds], foreign: Sequenc
 
 
 def time_difference(over: Sequence[Rounds], under: Sequence[Rounds]) -> dict[str, float]:
-    """Subtract `under` from `over`, round by round."""
     return bootstrap_median([[a - b for a, b in zip(*each, strict=True)] for each in zip(over, under, strict=True)])
 
 
@@ -102,7 +101,6 @@ class MedianInterval:
         return self.has_enough_launches and not self.low <= value <= self.high
 
     def inverse(self) -> MedianInterval:
-        """Return the interval of the inverse ratio."""
         return MedianInterval(1 / self.value, 1 / self.high, 1 / self.low, self.launches, self.comparisons)
 
 
@@ -167,7 +165,6 @@ def machine_noise(foreign: Sequence[ForeignCores], baseline: Sequence[Rounds]) -
 
 
 def is_loaded(cores: float | None) -> bool:
-    """Return True if other processes used more than LOADED_CORES."""
     return cores is not None and cores > LOADED_CORES
 
 

@@ -72,7 +72,6 @@ Builder = Callable[[argparse.Namespace, Path], Benchmark]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add_list(parser, BENCHMARKS, tuple(example for _, examples in HELP.values() for example in examples[:1]))
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     add = _add_benchmark(commands, "step", _step)

@@ -81,7 +81,6 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     parser.usage = "dualdist compare [option ...] [--script train.py [-- argument ...]]"
     add = parser.add_argument
     add("-np", "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this host (default: 2)")
@@ -284,7 +283,6 @@ def find_facts(args: argparse.Namespace, site: Site, *, is_script: bool = False)
 
 
 def make_work(args: argparse.Namespace) -> TrainOptions | UserScript:
-    """Return the model to train, or the user's script."""
     settings = describe_settings(args)
     if args.script is not None:
         from dualdist.bench.compare.runner import UserScript
@@ -333,14 +331,12 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def check_minimum(args: argparse.Namespace, minima: dict[str, int]) -> None:
-    """Raise UsageError if an option is below its minimum."""
     for option, minimum in minima.items():
         if getattr(args, option) < minimum:
             raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {minimum} or more")
 
 
 def make_settings(args: argparse.Namespace, site: Site) -> MeasurementSettings:
-    """Return the settings of all launches."""
     env, slow_link = parse_env(args.env), args.slow_link or ""
     return MeasurementSettings(args.ranks, site, _threads(args), args.device, args.timeout, env, slow_link)
 

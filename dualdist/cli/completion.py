@@ -15,14 +15,12 @@ COMPINIT = "(( $+functions[compdef] )) || { autoload -U compinit && compinit }"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the name of the shell."""
     parser.usage = "dualdist completion SHELL"
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help=COMMON["shell"])
     parser.epilog = "It needs argcomplete: pip install 'dualdist[completion]'"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script."""
     if find_spec("argcomplete") is None:
         raise UsageError("completion needs argcomplete: pip install 'dualdist[completion]'")
     from argcomplete.shell_integration import shellcode

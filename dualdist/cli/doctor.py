@@ -150,7 +150,6 @@ class Painter:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add = parser.add_argument
     add("--explain-env", action="store_true", help="show the variable behind each topology field, and the ignored ones")
     add("-np", "--ranks", type=int, metavar="N", help="check whether N ranks fit on this host (default: 2)")

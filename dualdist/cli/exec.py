@@ -25,7 +25,6 @@ GLOO_S = 0.2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add = parser.add_argument
     parser.usage = "LAUNCHER dualdist exec [option ...] [-m | --] program [argument ...]"
     add("-v", "--verbose", action="store_true", help="say which rank this is, and which variables were set")

@@ -18,7 +18,6 @@ COMMON = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add = parser.add_argument
     add("--gpu", action="store_true", help="build with NCCL for GPU tensors; needs nvcc and a CUDA build of torch")
     add("--without-mpi", action="store_true", help="build with Gloo only")

@@ -68,7 +68,6 @@ NODE_CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.sub
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add = parser.add_argument
     parser.usage = "dualdist run [option ...] [-m] program [argument ...]"
     add(

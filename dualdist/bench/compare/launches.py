@@ -67,7 +67,6 @@ class RankRecord(BaseModel):
 
     @property
     def steps(self) -> list[float]:
-        """Return the seconds of each timed step on this rank."""
         return [after - before for before, after in pairwise(self.ends[max(0, self.warmup - 1) :])]
 
 
@@ -95,7 +94,6 @@ class Launch(BaseModel):
 
     @cached_property
     def step_s(self) -> float:
-        """Return the median step time."""
         return median(self.steps)
 
     @cached_property

@@ -66,7 +66,6 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """Return the name used in tables and sentences."""
         if self.method in NOT_AVERAGED:
             return BASELINES[self.method]
         again = ", ordered sums" if self.is_ordered else ", again" if self.copy else ""
@@ -76,7 +75,6 @@ class Contender:
 
     @property
     def key(self) -> str:
-        """Return the name used in file names."""
         config = self.config
         words = [self.method, config.backend, config.transport or "own", config.launcher]
         marks = [f"copy{self.copy}"] if self.copy else ["ordered"] if self.is_ordered else []
@@ -85,8 +83,6 @@ class Contender:
 
 @dataclass(frozen=True)
 class RefusedContender:
-    """A contender that cannot run here, and the reason."""
-
     contender: Contender
     reason: str
 
@@ -138,7 +134,6 @@ class Comparison:
         return 1 if contender.method == "one" else self.settings.ranks
 
     def plan_job(self, contender: Contender, number: int) -> PlannedJob:
-        """Return the job of a contender in a round."""
         ranks, own = self.ranks(contender), self.folder / f"{number}-{contender.key}"
         settings, work = replace(self.settings, ranks=ranks), self.work
         if contender.is_ordered:
@@ -341,7 +336,6 @@ class LaunchSchedule:
         return [each for each in drawn if each in able and each.key not in done]
 
     def remaining_checks(self, contenders: Sequence[Contender]) -> list[Contender]:
-        """Return the checks of these contenders that are left."""
         left = [each for each in self.checks if each.key not in self._launches]
         return [each for each in left if replace(each, is_ordered=False) in contenders]
 
@@ -352,7 +346,6 @@ class LaunchSchedule:
         return rounds + self.remaining_checks(self._able())
 
     def remaining_s(self) -> float:
-        """Estimate how long the rest takes."""
         return max(0.0, min(self._estimate(self.remaining), self.budget_s - self.elapsed_s))
 
     def _estimate(self, contenders: Sequence[Contender]) -> float:

@@ -75,7 +75,6 @@ class TrainingCase:
         return nn.functional.cross_entropy(model(self.inputs), self.targets)
 
     def shard(self, rank: int, ranks: int) -> TrainingCase:
-        """Return one rank's rows of this batch."""
         rows = slice(rank * len(self.inputs) // ranks, (rank + 1) * len(self.inputs) // ranks)
         return TrainingCase(self.build, self.inputs[rows], self.targets[rows])
 
@@ -181,7 +180,6 @@ def make_trainer(method: str, case: TrainingCase, device: torch.device, optimize
 
 
 def is_by_dualdist(method: str) -> bool:
-    """Return True if dualdist reduces the gradients."""
     return method in (DUALDIST, SHARDED_DUALDIST) or COMPRESSED.fullmatch(method) is not None
 
 
@@ -212,7 +210,6 @@ def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _average_gradients(model: nn.Module) -> None:
-    """Average each gradient with a separate allreduce after backward."""
     size = dist.get_world_size()
     for parameter in model.parameters():
         if parameter.grad is not None:
