@@ -20,6 +20,7 @@ from contract.oracle import (
     raises,
     ranks,
     reopen,
+    train,
 )
 from torch import nn
 
@@ -173,9 +174,7 @@ def compressed_gradients_are_those_of_ranks_in_one_process() -> None:
             used = [param for param in alone.parameters() if param.requires_grad]
             memory: list[dict[str, Any]] = [{} for _ in used]
             for step in range(6):
-                optimizer.zero_grad()
-                loss_of(model, dd.rank(), step).backward()
-                optimizer.step()
+                train(model, optimizer, [step])
                 each = [torch.autograd.grad(loss_of(alone, rank, step), used) for rank in ranks()]
                 means = simulated(scheme, [list(grads) for grads in each], memory)
                 own = [param.grad for param in model.parameters() if param.requires_grad]
@@ -397,10 +396,3 @@ def sparse_gradients_are_refused_or_sent_as_dense_ones() -> None:
     optimizer = wrapped(table, SCHEMES[0])  # it owns the reduction
     raises(UnsupportedError, lambda: table(torch.arange(3)).sum().backward(), "sparse_as_dense=True", "PowerSGD(")
     del optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, dd.rank(), step).backward()
-        optimizer.step()
