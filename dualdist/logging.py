@@ -4,7 +4,7 @@ import builtins
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
 from dualdist import session
@@ -136,58 +136,42 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
         return
     if total is None:
         total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
-    bar = _ProgressBar(description, total, sys.stderr, time.monotonic)
+    out, is_terminal = sys.stderr, sys.stderr.isatty() or session.output_mode() == "terminal"
+    head, tail, pause_s = ("\r", "", DRAW_S) if is_terminal else ("", "\n", LINE_S)
+    done = width = 0
+    began = drawn_at = time.monotonic()
+
+    def draw() -> None:
+        nonlocal drawn_at, width
+        drawn_at = time.monotonic()
+        text = f"{description}: " if description else ""
+        text += _format_progress(done, total, drawn_at - began, has_bar=is_terminal)
+        out.write(f"{head}{text.ljust(width)}{tail}")
+        out.flush()
+        width = len(text) if is_terminal else 0
+
     try:
         for item in items:
             yield item
-            bar.advance()
+            done += 1
+            if time.monotonic() - drawn_at >= pause_s:
+                draw()
     finally:
-        bar.close()
+        draw()
+        if is_terminal:
+            out.write("\n")
+            out.flush()
 
 
-class _ProgressBar:
-    """Show how many of `total` items are done."""
-
-    def __init__(self, description: str, total: int | None, out: TextIO, now: Callable[[], float]) -> None:
-        self._prefix = f"{description}: " if description else ""
-        self._total = total
-        self._out = out
-        self._now = now
-        self._is_terminal = out.isatty() or session.output_mode() == "terminal"
-        self._done = 0
-        self._began = self._drawn_at = now()
-        self._width = 0
-
-    def advance(self) -> None:
-        self._done += 1
-        if self._now() - self._drawn_at >= (DRAW_S if self._is_terminal else LINE_S):
-            self._draw()
-
-    def close(self) -> None:
-        self._draw()
-        if self._is_terminal:
-            self._out.write("\n")
-            self._out.flush()
-
-    def _draw(self) -> None:
-        self._drawn_at = self._now()
-        text = self._prefix + self._text(self._drawn_at - self._began)
-        if self._is_terminal:
-            self._out.write(f"\r{text.ljust(self._width)}")
-            self._width = len(text)
-        else:
-            self._out.write(f"{text}\n")
-        self._out.flush()
-
-    def _text(self, elapsed_s: float) -> str:
-        rate = self._done / elapsed_s if elapsed_s > 0 else 0.0
-        if self._total is None:
-            return f"{self._done} in {_format_time(elapsed_s)}, {rate:.3g}/s"
-        share = self._done / self._total if self._total else 1.0
-        cells = min(BAR_CELLS, int(share * BAR_CELLS))
-        left = f", {_format_time((self._total - self._done) / rate)} left" if rate and self._done < self._total else ""
-        bar = f" |{'#' * cells}{'-' * (BAR_CELLS - cells)}|" if self._is_terminal else ""
-        return f"{share:4.0%}{bar} {self._done}/{self._total} in {_format_time(elapsed_s)}{left}, {rate:.3g}/s"
+def _format_progress(done: int, total: int | None, elapsed_s: float, *, has_bar: bool) -> str:
+    rate = done / elapsed_s if elapsed_s > 0 else 0.0
+    if total is None:
+        return f"{done} in {_format_time(elapsed_s)}, {rate:.3g}/s"
+    share = done / total if total else 1.0
+    cells = min(BAR_CELLS, int(share * BAR_CELLS))
+    left = f", {_format_time((total - done) / rate)} left" if rate and done < total else ""
+    bar = f" |{'#' * cells}{'-' * (BAR_CELLS - cells)}|" if has_bar else ""
+    return f"{share:4.0%}{bar} {done}/{total} in {_format_time(elapsed_s)}{left}, {rate:.3g}/s"
 
 
 def _format_time(seconds: float) -> str:
