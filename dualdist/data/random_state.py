@@ -26,7 +26,6 @@ def get_random_state(device: torch.device | None = None) -> RandomState:
 
 
 def set_random_state(state: RandomState, device: torch.device | None = None) -> None:
-    """Restore the states."""
     torch.default_generator.set_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -262,7 +262,6 @@ class Sampler(torch.utils.data.Sampler[int]):
             )
 
     def _order_terms(self) -> dict[str, Any]:
-        """Return the values that determine the order of an epoch."""
         return {"count": self.count, "shuffle": self.shuffle, "seed": self.seed}
 
     def _order(self) -> torch.Tensor:

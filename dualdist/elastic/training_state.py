@@ -234,7 +234,6 @@ class State:
         return {name: part for name, part in self._parts().items() if has_state(part)}
 
     def _set_values(self, found: Mapping[str, Any]) -> None:
-        """Set the attributes that are plain data."""
         plain = set(self._names) - set(self._objects())
         missing = [name for name in sorted(plain) if name not in found]
         if missing:

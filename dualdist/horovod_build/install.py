@@ -245,7 +245,6 @@ class BuildProgress:
     _next_percent: int = 0
 
     def print(self, text: str) -> None:
-        """Print a line."""
         print(text, file=self.stream, flush=True)
 
     def on_line(self, line: str) -> None:

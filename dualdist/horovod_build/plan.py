@@ -71,7 +71,6 @@ class BuildPlan:
 
     @property
     def cached_wheel(self) -> Path:
-        """The wheel's path in the cache."""
         tag = f"cp{''.join(map(str, self.machine.python_version))}"
         platform = self.machine.platform.replace("-", "_").replace(".", "_")
         return self.wheel_folder / f"horovod-{HOROVOD_VERSION}-{tag}-{tag}-{platform}.whl"

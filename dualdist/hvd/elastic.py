@@ -300,59 +300,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.num_samples
 
 
-class TorchState(ObjectState):
-    """A state whose values are attributes.
-
-    Args:
-        model: a module.
-        optimizer: a torch optimizer.
-        kwargs: other values by name. Modules, optimizers and ElasticSamplers are saved and synchronized by their
-            handlers, anything else is pickled.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
-    ) -> None:
-        given = {**kwargs, "model": model, "optimizer": optimizer}
-        found = {name: _get_handler(value) for name, value in given.items()}
-        self._handlers = {name: handler for name, handler in found.items() if handler is not None}
-        for name, handler in self._handlers.items():
-            setattr(self, name, handler.value)
-        others = {name: value for name, value in given.items() if name not in self._handlers}
-        super().__init__(bcast_object=broadcast_object, get_rank=rank, **others)
-
-    def save(self) -> None:
-        for handler in self._handlers.values():
-            handler.save()
-        super().save()
-
-    def restore(self) -> None:
-        for handler in self._handlers.values():
-            handler.restore()
-        super().restore()
-
-    def sync(self) -> None:
-        for handler in self._handlers.values():
-            handler.sync()
-        super().sync()
-
-    def reset(self) -> None:
-        """Prepare optimizers and samplers for the current ranks.
-
-        If hosts were only removed no sync() follows, in which samplers would share out the rest.
-        """
-        handled = [handler.value for handler in self._handlers.values()]
-        for value in handled:
-            if isinstance(value, ElasticSampler):
-                value.reset()
-        move_to_group([value for value in handled if isinstance(value, torch.optim.Optimizer)], session.current().world)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(self, name) and name in self._handlers:
-            self._handlers[name].set_value(value)
-        super().__setattr__(name, value)
-
-
 class StateHandler:
     """Saves, restores and synchronizes one value."""
 
@@ -428,29 +375,72 @@ class SamplerStateHandler(_StateDictHandler):
 Registry = list[tuple[type, Any]]
 
 
-class _Handlers:
-    """Holds the registry, which programs may replace."""
+class TorchState(ObjectState):
+    """A state whose values are attributes.
 
-    registry: ClassVar[Registry] = [
+    Args:
+        model: a module.
+        optimizer: a torch optimizer.
+        kwargs: other values by name. Modules, optimizers and ElasticSamplers are saved and synchronized by their
+            handlers, anything else is pickled.
+    """
+
+    _registry: ClassVar[Registry] = [  # which programs may replace
         (torch.nn.Module, ModelStateHandler),
         (torch.optim.Optimizer, OptimizerStateHandler),
         (ElasticSampler, SamplerStateHandler),
     ]
 
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        others = {**kwargs, "model": model, "optimizer": optimizer}
+        self._handlers: dict[str, StateHandler] = {}
+        for name, value in list(others.items()):
+            make = next((make for kind, make in self._registry if isinstance(value, kind)), None)
+            if make is not None:
+                handler = make(others.pop(name))
+                setattr(self, name, handler.value)
+                self._handlers[name] = handler
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **others)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Prepare optimizers and samplers for the current ranks.
+
+        If hosts were only removed no sync() follows, in which samplers would share out the rest.
+        """
+        handled = [handler.value for handler in self._handlers.values()]
+        for value in handled:
+            if isinstance(value, ElasticSampler):
+                value.reset()
+        move_to_group([value for value in handled if isinstance(value, torch.optim.Optimizer)], session.current().world)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, name) and name in self._handlers:
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
 
 def get_handler_registry() -> Registry:
     """Return pairs of a type and its handler; the first that fits a value is used."""
-    return _Handlers.registry
+    return TorchState._registry
 
 
 def set_handler_registry(registry: Registry) -> None:
     """Use these pairs of a type and its handler."""
-    _Handlers.registry = registry
-
-
-def _get_handler(value: Any) -> StateHandler | None:
-    for kind, handler in _Handlers.registry:
-        if isinstance(value, kind):
-            made: StateHandler = handler(value)
-            return made
-    return None
+    TorchState._registry = registry

@@ -153,16 +153,6 @@ def _grouped_reduction(
     return _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
 
 
-def _compress(tensors: Tensors, compression: type[Compressor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the compressed tensors and their contexts."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    return [tensor for tensor, _ in pairs], [ctx for _, ctx in pairs]
-
-
-def _decompress(tensors: Tensors, contexts: list[Any], compression: type[Compressor]) -> list[torch.Tensor]:
-    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(tensors, contexts, strict=True)]
-
-
 def start(collective: Collective[Any]) -> int:
     """Begin a collective and return its number, for poll() and synchronize()."""
     session = current()
@@ -205,18 +195,15 @@ def _trace_allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    *others: Any,
+    **options: Any,
 ) -> torch.Tensor | None:
     """Trace an allreduce for torch.compile; return None if it cannot follow."""
     from dualdist.hvd.mpi_ops import _allreduce_operator  # torch.compile runs an import while it traces
 
     if average is not None or compression is not Compression.none:
         return None
-    arguments = _arguments(tensor, Average if op is None else op, name, prescale_factor, postscale_factor, process_set)
-    return traced_allreduce.trace(_allreduce_operator, *arguments)
+    return traced_allreduce.trace(_allreduce_operator, *_reduction(tensor, None, name, *others, **options))
 
 
 @partial(_public, unless=_trace_allreduce)
@@ -271,9 +258,11 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors, all of them or none; the other arguments as of allreduce()."""
-    sent, contexts = _compress(tensors, compression)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    sent = [tensor for tensor, _ in pairs]
     arguments = _grouped_reduction(sent, average, name, op, prescale_factor, postscale_factor, process_set)
-    return _decompress(collectives.allreduce(*arguments).run(), contexts, compression)
+    found = collectives.allreduce(*arguments).run()
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, pairs, strict=True)]
 
 
 @_like(_grouped_reduction)
@@ -342,9 +331,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's share of the reduction of each tensor, all of them or none; arguments as of allreduce()."""
-    sent, contexts = _compress(tensors, compression)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    sent = [tensor for tensor, _ in pairs]
     arguments = _row_reduction(sent, name, op, process_set, prescale_factor, postscale_factor)
-    return _decompress(collectives.reducescatter(*arguments).run(), contexts, compression)
+    found = collectives.reducescatter(*arguments).run()
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, pairs, strict=True)]
 
 
 def _rows(
@@ -374,7 +365,6 @@ def grouped_allgather(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 def _broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Group, torch.Tensor, int, str | None]:
-    """Return the arguments of dualdist's broadcast."""
     return member_group(process_set), tensor, current().job_rank(root_rank), name
 
 

@@ -139,7 +139,6 @@ class _Controls:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def undo(self) -> None:
-        """Remove what was added."""
         self._hook.remove()
         for name in self._attributes:
             delattr(self._optimizer, name)
