@@ -264,11 +264,8 @@ def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Di
     usable = [config for config in configs if config not in refused]
     with termination_raises():
         results = smoke_test.run_cells(usable, ranks, site, _log)
-    report = {
-        "tested": [asdict(result) for result in results],
-        "skipped": [{**asdict(config), "reason": reason} for config, reason in refused.items()],
-    }
-    return diagnosis.with_findings(smoke_test.find(results)), report
+    skipped = [{**asdict(config), "reason": reason} for config, reason in refused.items()]
+    return diagnosis.with_findings(smoke_test.find(results)), {"tested": results, "skipped": skipped}
 
 
 def _log(line: str) -> None:

@@ -37,13 +37,9 @@ class Diagnosis:
         return max((EXIT_CODES[finding.level] for finding in self.findings), default=0)
 
     def with_findings(self, findings: Iterable[Finding]) -> Diagnosis:
-        """Return a copy with more findings."""
-        return replace(self, findings=sort_findings([*self.findings, *findings]))
-
-
-def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort by severity, worst first."""
-    return tuple(sorted(findings, key=lambda finding: -EXIT_CODES[finding.level]))
+        """Return a copy with more findings, the worst first."""
+        found = sorted([*self.findings, *findings], key=lambda finding: -EXIT_CODES[finding.level])
+        return replace(self, findings=tuple(found))
 
 
 def installed_backends() -> dict[str, Availability]:
@@ -78,7 +74,7 @@ def evaluate(
     if isinstance(detected, TopologyError):
         why = "dd.init() raises this error on every rank with these variables"
         findings.insert(0, error("topology-unknown", str(detected), why, "set the variables as it says"))
-    return Diagnosis(topology, backends, sort_findings(findings), facts.versions, context.visible_gpus)
+    return Diagnosis(topology, backends, (), facts.versions, context.visible_gpus).with_findings(findings)
 
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class LastStep:
         self._poll_s = poll_s
         self._answer_s = answer_s
         self._store = store
-        self._key = key
+        self._key = f"{key}/last-step"
         self._ranks = ranks
         self._rank = rank
         self._steps = 0
@@ -167,7 +167,7 @@ class LastStep:
             try:
                 if self.notice.kind:
                     self._publish_request(self._store)
-                if self._store.has(self._store_key("request")):
+                if self._store.has(f"{self._key}/request"):
                     self._publish_steps(self._store)
                     return
             except (RendezvousError, TimeoutError):
@@ -178,9 +178,9 @@ class LastStep:
 
     def _publish_request(self, store: Store) -> None:
         """Publish this rank's request, if it is the first."""
-        if not store.has(self._store_key("request")) and store.add(self._store_key("requests"), 1) == 1:
+        if not store.has(f"{self._key}/request") and store.add(f"{self._key}/requests", 1) == 1:
             where = f" on rank {self._rank}" if len(self._ranks) > 1 else ""
-            store.set(self._store_key("request"), f"{self.notice.kind} {self.notice.reason}{where}")
+            store.set(f"{self._key}/request", f"{self.notice.kind} {self.notice.reason}{where}")
 
     def _publish_steps(self, store: Store) -> None:
         """Publish this rank's step count, once; the last rank to answer computes the last step."""
@@ -189,28 +189,25 @@ class LastStep:
                 return
             self._has_published = True
             steps = self._steps
-        store.set(self._store_key(f"answer/{self._rank}"), str(steps))
-        if store.add(self._store_key("answers"), 1) == len(self._ranks):
-            answers = [int(store.get(self._store_key(f"answer/{rank}"), self._answer_s)) for rank in self._ranks]
-            store.set(self._store_key("last"), str(1 + max(answers)))
+        store.set(f"{self._key}/answer/{self._rank}", str(steps))
+        if store.add(f"{self._key}/answers", 1) == len(self._ranks):
+            answers = [int(store.get(f"{self._key}/answer/{rank}", self._answer_s)) for rank in self._ranks]
+            store.set(f"{self._key}/last", str(1 + max(answers)))
 
     def _await_last_step(self, store: Store) -> None:
         """Wait until the last step is known; raise CollectiveTimeoutError if a rank does not answer."""
         deadline = Deadline(self._answer_s)
-        while not store.has(self._store_key("last")):
+        while not store.has(f"{self._key}/last"):
             if deadline.passed():
-                silent = [rank for rank in self._ranks if not store.has(self._store_key(f"answer/{rank}"))]
+                silent = [rank for rank in self._ranks if not store.has(f"{self._key}/answer/{rank}")]
                 raise CollectiveTimeoutError(
                     f"the ranks are to stop together, but {format_ranks(silent)} did not report a step count within "
                     f"{self._answer_s:g} s: exited or stopped"
                 )
             deadline.sleep(ANSWER_POLL_S)
-        self._last = int(store.get(self._store_key("last"), self._answer_s))
-        kind, _, reason = store.get(self._store_key("request"), self._answer_s).partition(" ")
+        self._last = int(store.get(f"{self._key}/last", self._answer_s))
+        kind, _, reason = store.get(f"{self._key}/request", self._answer_s).partition(" ")
         self._result = kind, reason
-
-    def _store_key(self, name: str) -> str:
-        return f"{self._key}/last-step/{name}"
 
 
 def unhandled_signals() -> tuple[signal.Signals, ...]:
