@@ -83,7 +83,7 @@ def the_timeline_shows_compute_and_communication_of_all_ranks() -> None:
     folder = Path(dd.broadcast_object(tempfile.mkdtemp() if dd.rank() == 0 else ""))
     rank, size = dd.rank(), dd.size()
     # A rank that replaced another has had fewer sessions than the others.
-    timeline.start_timeline(str(folder / "late.json"), session.current().world, rank).finish()
+    timeline.start_timeline(str(folder / "late.json"), session.current().world, rank, "").finish()
     if rank == 0:
         (folder / ("late.json" if size == 1 else f"late-{size}.json")).unlink()
     dd.shutdown()
