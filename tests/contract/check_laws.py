@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from contract.oracle import closure_of, digest, law, law_alone, loss_of, net, raises
+from contract.oracle import closure_of, digest, law, law_alone, loss_of, net, raises, train
 from torch import nn
 
 import dualdist as dd
@@ -206,10 +206,7 @@ def ranks_that_begin_apart_are_told_to_broadcast_before_the_first_step() -> None
         raises(DriftError, loss_of(model, dd.rank()).backward, "0.weight", "Call dd.broadcast_parameters(model)")
         assert digest(model) == before
     dd.broadcast_parameters(model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(model, dd.rank()).backward()
-        optimizer.step()
+    train(model, optimizer, range(2))
     dd.check_consistency(model)
     with torch.no_grad():
         model[0].bias += dd.rank()

@@ -15,6 +15,7 @@ from contract.oracle import (
     net,
     raises,
     refuse,
+    train,
 )
 from torch import nn
 
@@ -109,15 +110,7 @@ def kept_gradients_keep_their_values_where_they_are_copied() -> None:
 def joined_ranks_keep_their_gradients() -> None:
     model = net()
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, dd.rank(), step).backward()
-        optimizer.step()
-    if dd.rank():
-        for step in range(3, 6):
-            optimizer.zero_grad()
-            loss_of(model, dd.rank(), step).backward()
-            optimizer.step()
+    train(model, optimizer, range(6 if dd.rank() else 3))
     before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     dd.join()
     after = [param.grad for param in model.parameters() if param.grad is not None]
