@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,11 @@ def with_facts(**changes: Any) -> InstallationFacts:
     return replace(FACTS, **changes)
 
 
-def with_horovod(**changes: Any) -> InstallationFacts:
-    return replace(FACTS, horovod=replace(HOROVOD, **changes))
+def _with_part(part: str, facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
+    return replace(facts, **{part: replace(getattr(facts, part), **changes)})
 
 
-def with_host(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
-    return replace(facts, host=replace(facts.host, **changes))
-
-
-def with_torch(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
-    assert isinstance(facts.torch, TorchProbe)
-    return replace(facts, torch=replace(facts.torch, **changes))
+with_horovod, with_host, with_torch = (partial(_with_part, part) for part in ("horovod", "host", "torch"))
 
 
 def with_python_core(*built_for: str) -> InstallationFacts:

@@ -253,17 +253,14 @@ def test_the_rendezvous_is_the_one_in_the_variables() -> None:
     ("environ", "changes", "backend", "words"),
     [
         ({}, {}, "single", "no launcher"),
-        (recorded("torchrun"), {}, "native", "torchrun"),
         (recorded("torchrun") | {"DUALDIST_BACKEND": "horovod"}, {}, "horovod", "DUALDIST_BACKEND"),
         (recorded("torchrun") | {"DUALDIST_BACKEND": "auto"}, {}, "native", "torchrun"),
-        (recorded("horovodrun_gloo_more"), {}, "horovod", "Horovod's launcher"),
         (MPIRUN, {}, "horovod", "built with MPI"),
         (MPIRUN, {"backends": availability(VERSIONS, replace(HOROVOD, mpi=False))}, "mpi", "mpi4py"),
         (MPIRUN, {"backends": availability({**VERSIONS, "mpi4py": None}, None)}, "native", "neither"),
         (MPIRUN, {"backends": availability(VERSIONS, None), "has_gpu": True}, "native", "NCCL"),
-        (recorded("slurm_srun-none_N2x2"), {}, "native", "srun"),
     ],
-)  # fmt: skip
+)
 def test_the_backend_is_the_one_that_init_would_choose(
     environ: Mapping[str, str], changes: dict[str, Any], backend: str, words: str
 ) -> None:

@@ -1,65 +1,23 @@
 """Timeline: trace events from spans, and clock offsets from messages."""
 
 import contextlib
-import json
 import random
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from harness import trace_format
 
-from dualdist.diagnostics.timeline import EventListener, max_error_ns, measure_offsets, offset_between
-from dualdist.diagnostics.trace_format import (
-    STEPS,
-    ClockModel,
-    ClockOffset,
-    Event,
-    TraceSpan,
-    rank_events,
-)
+from dualdist.diagnostics.timeline import EventListener, offset_between
+from dualdist.diagnostics.trace_format import COMMUNICATION, STEPS, ClockModel, ClockOffset, TraceSpan, rank_events
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+ZERO = ClockOffset(0.0, 0.0, 0)
 
 
-def clock_from(zero_ns: int) -> ClockModel:
-    """A clock that is rank 0's."""
-    return ClockModel(zero_ns, ClockOffset(0.0, 0.0, 0), ClockOffset(0.0, 0.0, 0))
-
-
-def written(events: list[Event], tmp_path: Path) -> list[dict[str, Any]]:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    return trace_format.load(path)
-
-
-def complete(events: list[dict[str, Any]], category: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["ph"] == "X" and event["cat"] == category]
-
-
-def test_spans_become_complete_events_in_microseconds(tmp_path: Path) -> None:
-    spans = [
-        TraceSpan(COMPUTE, "forward Net", 2_000, 5_500),
-        TraceSpan(COMMUNICATION, "allreduce x", 3_000, 9_000, {"bytes": 8}, (("agreeing", 3_000, 4_000),)),
-    ]
-    events = written(rank_events(1, "rank 1", spans, clock_from(1_000)), tmp_path)
-    (forward,) = complete(events, COMPUTE)
-    assert (forward["name"], forward["pid"], forward["ts"], forward["dur"]) == ("forward Net", 1, 1.0, 3.5)
-    whole, part = complete(events, COMMUNICATION)
-    assert (whole["name"], whole["ts"], whole["dur"], whole["args"]) == ("allreduce x", 2.0, 6.0, {"bytes": 8})
-    assert (part["name"], part["ts"], part["dur"], part["tid"]) == ("agreeing", 2.0, 1.0, whole["tid"])
-    names = {event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]}
-    assert names == {"rank 1", "compute", "communication"}
-
-
-def test_overlapping_communication_uses_separate_tracks(tmp_path: Path) -> None:
+def test_overlapping_communication_uses_separate_tracks() -> None:
     """Random spans never cross in a track, and use as few tracks as possible."""
     chance = random.Random(7)
     for _ in range(50):
@@ -67,8 +25,9 @@ def test_overlapping_communication_uses_separate_tracks(tmp_path: Path) -> None:
         for number in range(40):
             start = chance.randrange(1000)
             spans.append(TraceSpan(COMMUNICATION, str(number), start, start + chance.randrange(1, 200)))
-        events = written(rank_events(0, "rank 0", spans, clock_from(0)), tmp_path)
-        lanes = {event["tid"] for event in complete(events, COMMUNICATION)}
+        events = rank_events(0, "rank 0", spans, ClockModel(0, ZERO, ZERO))
+        assert not list(trace_format.problems({"traceEvents": events}))
+        lanes = {event["tid"] for event in events if event["ph"] == "X"}
         most = max(sum(span.start_ns <= at < span.end_ns for span in spans) for at in range(1200))
         assert len(lanes) == most
 
@@ -80,47 +39,10 @@ def test_clock_drift_is_interpolated_and_offsets_are_the_middle_of_their_bounds(
     assert clock.microseconds(15 * 10**9) == 15e6 - 2e3
     assert clock.microseconds(20 * 10**9) == 20e6 - 3e3
     assert clock.microseconds(5 * 10**9) == 5e6 - 1e3
-    assert clock_from(5_000).microseconds(7_500) == 2.5
+    assert ClockModel(5_000, ZERO, ZERO).microseconds(7_500) == 2.5
     assert offset_between(-5, 7, 1) == ClockOffset(0.0, 7.0, 1)
     assert offset_between(100, 140, 1) == ClockOffset(120.0, 20.0, 1)
     assert offset_between(-140, -100, 1) == ClockOffset(-120.0, 20.0, 1)
-
-
-class Ranks:
-    """Threads that gather objects from each other, with clocks that are ahead."""
-
-    def __init__(self, ahead_ns: list[int]) -> None:
-        self.ahead_ns = ahead_ns
-        self._barrier = threading.Barrier(len(ahead_ns))
-        self._objects: list[Any] = [None] * len(ahead_ns)
-
-    def gather(self, rank: int, obj: Any) -> list[Any]:
-        self._objects[rank] = obj
-        self._barrier.wait()
-        objects = list(self._objects)
-        self._barrier.wait()
-        return objects
-
-
-@pytest.mark.parametrize("ahead_ns", [[0, 0, 0], [0, 5 * 10**9, -3600 * 10**9], [7 * 10**15, 0, 1]])
-def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
-    ranks, found = Ranks(ahead_ns), {}
-
-    def work(rank: int) -> None:
-        now = lambda: time.monotonic_ns() + ahead_ns[rank]  # noqa: E731
-        found[rank] = measure_offsets(lambda each: ranks.gather(rank, each), now)
-
-    with ThreadPoolExecutor(len(ahead_ns)) as pool:
-        list(pool.map(work, range(len(ahead_ns))))
-    offsets, zero_ns = found[0]
-    assert all(each == found[0] for each in found.values())
-    assert abs(zero_ns - ahead_ns[0] - time.monotonic_ns()) < 10 * 10**9
-    for rank, each in enumerate(offsets):
-        true = ahead_ns[rank] - ahead_ns[0]
-        assert abs(each.ns - true) <= each.error_ns, (rank, each, true)
-    if ahead_ns == [0, 0, 0]:
-        assert [each.ns for each in offsets] == [0, 0, 0]
-        assert 0 < max_error_ns(offsets) < 10**9
 
 
 class Stubborn(torch.optim.SGD):
