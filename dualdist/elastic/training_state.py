@@ -25,7 +25,6 @@ from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNot
 from dualdist.utils.variables import NOTICE, REQUEUE
 
 LAST_STEP = "last-step"  # key in a session's extras
-KNOWN_PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 ROOT = 0
 
 
@@ -110,7 +109,7 @@ class State:
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}: expected the number of commits per save, 1 or more")
-        given = dict(zip(KNOWN_PARTS, (model, optimizer, scheduler, scaler, sampler), strict=True))
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         parts = {name: part for name, part in given.items() if part is not None} | values
         taken = [name for name in parts if hasattr(type(self), name) or name.startswith("_")]
         if taken:

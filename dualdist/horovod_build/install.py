@@ -53,6 +53,8 @@ CAUSES = (
     ),
     (NOT_FOUND, " because the package index has no such version: see `pip config list`"),
 )
+# What reading a damaged wheel raises.
+DAMAGES = (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 # make's "[ 42%] Building CXX object ...", as CMake prints it.
 PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s")
 STEP_PERCENT = 10
@@ -62,17 +64,12 @@ TEST_TIMEOUT_S = 180
 
 def find_wheel(folder: Path, key: str) -> Path | None:
     """Return the intact wheel in the folder that was built with this key."""
-    return next((wheel for wheel in sorted(folder.glob("*.whl")) if is_intact(wheel, key)), None)
-
-
-def is_intact(wheel: Path, key: str) -> bool:
-    """Return True if the wheel matches its checksums and its build record has this key."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
+    for wheel in sorted(folder.glob("*.whl")):
+        with contextlib.suppress(*DAMAGES), zipfile.ZipFile(wheel) as archive:
             record = from_json(archive.read(f"horovod/{RECORD_NAME}").decode())
-            return archive.testzip() is None and record.key == key
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        return False
+            if archive.testzip() is None and record.key == key:
+                return wheel
+    return None
 
 
 def cache_wheel(wheel: Path, folder: Path) -> Path:
@@ -139,12 +136,10 @@ def _build_wheel(build: plan.BuildPlan, environ: Mapping[str, str], progress: Bu
             (work / plan.NCCL_FOLDER).mkdir()
             (work / plan.NCCL_FOLDER / "libnccl.so").symlink_to(build.machine.nccl.library)
         progress.print(f"compiling (some minutes; the output goes to {build.log})")
-        title = "building Horovod"
-        run_command(plan.build(build, work), environ, title=title, log=build.log, on_line=progress.on_line)
-        wheels = sorted((work / "wheel").glob("*.whl"))
-        if len(wheels) != 1 or not is_intact(wheels[0], build.key):
-            raise BuildError(f"{title} succeeded, but left no usable wheel ({len(wheels)} found); see {build.log}")
-        return cache_wheel(wheels[0], build.wheel_folder)
+        command = plan.build(build, work)
+        run_command(command, environ, title="building Horovod", log=build.log, on_line=progress.on_line)
+        (wheel,) = (work / "wheel").glob("*.whl")
+        return cache_wheel(wheel, build.wheel_folder)
 
 
 def _install_wheel(build: plan.BuildPlan, wheel: Path, environ: Mapping[str, str], progress: BuildProgress) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dualdist.errors import UsageError
 from dualdist.hvd.alias import install
-from dualdist.launch.spawn import choose_pickler, spawn_without_main
+from dualdist.launch.spawn import call_pickled, choose_pickler, spawn_without_main
 from dualdist.utils.horovod_names import FOLDER
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
@@ -87,11 +87,9 @@ def run(
 
 
 def _call(payload: bytes) -> bytes:
-    """Run the function on a rank; pickle its result here, since only cloudpickle can pickle some classes."""
     if FOLDER in sys.path:
         install()  # as in the caller, before what func needs is imported
-    func, args, kwargs = pickle.loads(payload)
-    return bytes(choose_pickler(func).dumps(func(*args, **kwargs)))
+    return call_pickled(payload)
 
 
 def _check_hosts(hosts: str, num_proc: int) -> None:

@@ -194,7 +194,7 @@ def run(
     """
     payload = choose_pickler(fn).dumps((fn, tuple(args), dict(kwargs or {})))
     try:
-        results = spawn_without_main(_call, np, (payload,), backend=backend, env=env)
+        results = spawn_without_main(call_pickled, np, (payload,), backend=backend, env=env)
     except LaunchError as failure:
         if failure.exception is None:
             raise
@@ -202,7 +202,7 @@ def run(
     return [pickle.loads(result) for result in results]
 
 
-def _call(payload: bytes) -> bytes:
+def call_pickled(payload: bytes) -> bytes:
     """Run the pickled call on a rank; its result is pickled here, as it may need cloudpickle."""
     fn, args, kwargs = pickle.loads(payload)
     return bytes(choose_pickler(fn).dumps(fn(*args, **kwargs)))
