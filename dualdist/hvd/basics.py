@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from dualdist import session
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.group import Group
@@ -275,15 +277,11 @@ def ccl_built() -> bool:
 
 def cuda_built() -> bool:
     """Return True if torch was built with CUDA."""
-    import torch
-
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
     """Return True if torch was built with ROCm."""
-    import torch
-
     return torch.version.hip is not None
 
 
