@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from dualdist.errors import LaunchError, UsageError
@@ -111,11 +111,9 @@ def main(rate: str, commands: Sequence[str]) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+    return process.returncode is not None
 
 
 if __name__ == "__main__":

@@ -84,9 +84,7 @@ def _format_option(action: argparse.Action) -> str:
 
 
 def _format_line(name: str, text: str) -> str:
-    if len(name) > COLUMN - 4:  # longer names push their text to the right
-        return f"  {name}  {text}"
-    return f"  {name:<{COLUMN - 2}}{text}"
+    return f"  {f'{name}  ':<{COLUMN - 2}}{text}"  # longer names push their text to the right
 
 
 def reject_unknown(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str]) -> NoReturn:

@@ -4,7 +4,7 @@ Contenders take turns round by round in one process (A B C, C B A, ...), so that
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,13 +47,7 @@ BATCHES = 8  # distinct batches of a training, used in turn
 ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S = 3, 0.002  # in each launch of a comparison
 
 
-@dataclass(frozen=True)
-class TimedCall:
-    """A call to time; before each sample it runs `warmup` times, to refill caches and wake connections."""
-
-    name: str
-    call: Callable[[], object]
-    warmup: int = 1
+Calls = Mapping[str, Callable[[], object]]  # by the name of a contender
 
 
 @dataclass(frozen=True)
@@ -73,29 +67,31 @@ def round_order(names: Sequence[str], number: int) -> list[str]:
     return rotated[::-1] if number % 2 else rotated
 
 
-def interleave(calls: Sequence[TimedCall], repeats: int, rounds: int, device: torch.device) -> RankTimings:
+def interleave(calls: Calls, repeats: int, rounds: int, device: torch.device, warmup: int = 1) -> RankTimings:
     """Time every call in every round, `repeats` calls per sample; called by all ranks."""
-    by_name = {each.name: each for each in calls}
-    timings = RankTimings(dd.node_rank(), {name: [] for name in by_name}, {name: [] for name in by_name})
+    timings = RankTimings(dd.node_rank(), {name: [] for name in calls}, {name: [] for name in calls})
     for number in range(rounds):
         before = read_cpu()
-        for name in round_order(list(by_name), number):
-            seconds, cpu_s = time_call(by_name[name], repeats, device)
+        for name in round_order(list(calls), number):
+            seconds, cpu_s = time_call(calls[name], repeats, device, warmup)
             timings.seconds[name].append(seconds)
             timings.cpu_s[name].append(cpu_s)
         timings.rounds.append(read_cpu().since(before))
     return timings
 
 
-def time_call(timed: TimedCall, repeats: int, device: torch.device) -> tuple[float, float]:
-    """Return seconds and CPU seconds of this process per call, over `repeats` calls."""
-    for _ in range(timed.warmup):
-        timed.call()
+def time_call(call: Callable[[], object], repeats: int, device: torch.device, warmup: int = 1) -> tuple[float, float]:
+    """Return seconds and CPU seconds of this process per call, over `repeats` calls.
+
+    Before them `warmup` calls refill caches and wake connections.
+    """
+    for _ in range(warmup):
+        call()
     _synchronize(device)
     dd.barrier()
     cpu, start = time.process_time(), time.perf_counter()
     for _ in range(repeats):
-        timed.call()
+        call()
     _synchronize(device)
     end = time.perf_counter()
     return (end - start) / repeats, (time.process_time() - cpu) / repeats
@@ -129,13 +125,13 @@ def measure_steps(options: StepOptions) -> dict[str, Any]:
     with torch_group(device, options.timeout_s, is_needed=needs_torch):
         case = step_case(options, device, dd.rank())
         trainers = [make_trainer(name, case, device, options.optimizer) for name in options.contenders]
-        calls = [TimedCall(each.method, partial(each.step, case)) for each in trainers]
+        calls = {each.method: partial(each.step, case) for each in trainers}
         for _ in range(options.warmup):
-            for call in calls:
+            for call in calls.values():
                 time_call(call, 1, device)
         steps = options.steps
         if not steps:
-            middle = median(time_call(call, 1, device)[0] for call in calls)
+            middle = median(time_call(call, 1, device)[0] for call in calls.values())
             steps = dd.broadcast_object(repeats_to_fill(options.block_s, middle, MIN_STEPS, MAX_STEPS))
         timings = interleave(calls, steps, options.rounds, device)
         parameters = list(trainers[0].model.parameters())
@@ -231,21 +227,20 @@ def measure_allreduces(options: AllreduceOptions) -> dict[str, Any]:
 def _measure_size(nbytes: int, raw: Library, options: AllreduceOptions, device: torch.device) -> dict[str, Any]:
     tensor = torch.zeros(max(1, nbytes // ELEMENT_BYTES), device=device)
     name = f"bench.{tensor.numel()}"
-    by_name: dict[str, Callable[[], object]] = {
+    calls: Calls = {
         "raw_": lambda: raw.allreduce_(tensor),
         "dualdist_": lambda: dd.allreduce_(tensor, "sum", name=name),
         "raw": lambda: raw.allreduce(tensor),
         "dualdist": lambda: dd.allreduce(tensor, "sum", name=f"{name}.new"),
     }
-    _check_sums(by_name, tensor)
-    calls = [TimedCall(each, call, WARMUP_CALLS) for each, call in by_name.items()]
-    fastest = min(time_call(call, 2, device)[0] for call in calls)
+    _check_sums(calls, tensor)
+    fastest = min(time_call(call, 2, device, WARMUP_CALLS)[0] for call in calls.values())
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, fastest, 1, MAX_REPEATS))
-    timings = interleave(calls, repeats, options.rounds, device)
+    timings = interleave(calls, repeats, options.rounds, device, WARMUP_CALLS)
     return {"bytes": tensor.numel() * ELEMENT_BYTES, "repeats": repeats, **merge_ranks(dd.allgather_object(timings))}
 
 
-def _check_sums(calls: dict[str, Callable[[], object]], tensor: torch.Tensor) -> None:
+def _check_sums(calls: Calls, tensor: torch.Tensor) -> None:
     """Check that every call sums; leaves zeros in the tensor, whose sum stays zero however often it is reduced."""
     expected = float(sum(range(1, dd.size() + 1)))
     for name, call in calls.items():

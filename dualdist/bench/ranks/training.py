@@ -22,6 +22,8 @@ from dualdist.ddp.optimizer import get_sent_bytes
 
 CLASSES = 10
 MLP_LAYERS, MLP_WIDTH = 100, 64
+# Layers, width, heads, vocabulary, and length of a sequence.
+TRANSFORMERS = {"transformer": (5, 384, 6, 2000, 32), "transformer100m": (16, 768, 12, 16384, 128)}
 OPTIMIZER_CLASSES: dict[str, tuple[Any, dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
@@ -81,7 +83,8 @@ class TrainingCase:
 
 def make_case(options: StepOptions | TrainOptions, batch: int, device: torch.device, seed: int) -> TrainingCase:
     """Build the model of these options, with a batch drawn by `seed`."""
-    make, inputs, classes = MAKERS[options.model](batch, options.image_size, torch.Generator().manual_seed(seed))
+    random = torch.Generator().manual_seed(seed)
+    make, inputs, classes = _model(options.model, batch, options.image_size, random)
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -96,39 +99,18 @@ def step_case(options: StepOptions, device: torch.device, rank: int) -> Training
     return make_case(options, options.batch_size, device, options.seed + 1 + rank)
 
 
-Made = tuple[Callable[[], nn.Module], torch.Tensor, int]  # model factory, inputs, number of classes
-Maker = Callable[[int, int, torch.Generator], Made]  # of batch size, image size and generator
-
-
-def _resnet(name: str) -> Maker:
-    def make(batch: int, image_size: int, random: torch.Generator) -> Made:
-        from dualdist.utils.torchvision_import import load_torchvision
-
-        factory = getattr(load_torchvision().models, name)
-        return factory, torch.randn(batch, 3, image_size, image_size, generator=random), 1000
-
-    return make
-
-
-def _mlp(batch: int, image_size: int, random: torch.Generator) -> Made:
-    return ResidualMlp, torch.randn(batch, MLP_WIDTH, generator=random), MLP_WIDTH
-
-
-def _transformer(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Maker:
-    def make(batch: int, image_size: int, random: torch.Generator) -> Made:
+def _model(name: str, batch: int, image_size: int, random: torch.Generator) -> tuple[Callable[[], nn.Module], Any, int]:
+    """Return what makes the model, random inputs, and the number of classes."""
+    if name == "mlp":
+        return ResidualMlp, torch.randn(batch, MLP_WIDTH, generator=random), MLP_WIDTH
+    if name in TRANSFORMERS:
+        layers, width, heads, vocabulary, length = TRANSFORMERS[name]
         tokens = torch.randint(vocabulary, (batch, length), generator=random)
         return lambda: Encoder(layers, width, heads, vocabulary), tokens, CLASSES
+    from dualdist.utils.torchvision_import import load_torchvision
 
-    return make
-
-
-MAKERS: dict[str, Maker] = {
-    "resnet18": _resnet("resnet18"),
-    "resnet50": _resnet("resnet50"),
-    "mlp": _mlp,
-    "transformer": _transformer(layers=5, width=384, heads=6, vocabulary=2000, length=32),
-    "transformer100m": _transformer(layers=16, width=768, heads=12, vocabulary=16384, length=128),
-}
+    inputs = torch.randn(batch, 3, image_size, image_size, generator=random)
+    return getattr(load_torchvision().models, name), inputs, 1000
 
 
 @dataclass(frozen=True)
