@@ -2,12 +2,11 @@
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from dualdist.backends.registry import Availability
-from dualdist.bench.compare.runner import Contender, RefusedContender, baseline_contenders
+from dualdist.bench.compare.runner import Contender, RefusedContender
 from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
 from dualdist.cli import compare
 from dualdist.cli.compare import select_contenders
@@ -29,19 +28,6 @@ def test_by_default_every_transport_runs_by_the_launcher_that_fits_it() -> None:
         *(("torchrun", "horovod", "gloo"), ("mpirun", "horovod", "mpi"), ("torchrun", "horovod", "nccl")),
     ]
     assert {each.launcher for each in expand_configs([], ["native"], [], {"SLURM_JOB_ID": "7"})} == {"srun"}
-
-
-def test_every_requested_combination_runs_or_refused_with_a_reason() -> None:
-    configs = expand_configs(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
-    refused = refusal_reasons(configs, SETTINGS, FACTS)
-    assert len(configs) == 8
-    assert [config for config in configs if config not in refused] == [
-        RunConfig("native", "shm", "torchrun"),
-        RunConfig("native", "shm", "mpirun"),
-        RunConfig("mpi", "mpi", "mpirun"),
-    ]
-    assert len(refused) == 5
-    assert all(refused.values())
 
 
 def with_backend(name: str, found: Availability) -> MachineFacts:
@@ -84,33 +70,19 @@ def test_a_configuration_runs_or_is_refused_with_the_reason(
     assert not found if expected is None else expected in str(found)
 
 
-def test_raw_horovod_runs_as_a_horovod_candidate_or_is_refused() -> None:
-    contenders = [Contender("dualdist", RunConfig("horovod", "mpi", "mpirun"))]
-    found = list(baseline_contenders(["ddp", "hvd", "none", "one"], contenders, uses_gpus=False))
-    assert [each.label for each in found if isinstance(each, Contender)] == [
-        "DDP over gloo (torchrun)",
-        "raw Horovod over mpi (mpirun)",
-        "no communication",
-        "one rank",
-    ]
-    (alone,) = baseline_contenders(["hvd"], [], uses_gpus=False)
-    assert isinstance(alone, RefusedContender)
-
-
-def selected(*words: str) -> list[Contender]:
+def selected(*words: str) -> tuple[list[Contender], list[RefusedContender]]:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
     args = parser.parse_args(["--device", "cpu", "--backends", "native", *words])
-    return select_contenders(args, SETTINGS)[0]
+    return select_contenders(args, SETTINGS)
 
 
 def test_baselines_run_once_and_unknown_ones_are_refused_also_with_a_script() -> None:
-    kinds = [contender.method for contender in selected("--transports", "gloo", "--baselines", "ddp,one,ddp")]
-    assert kinds == ["dualdist", "ddp", "one"]
-    assert [each.method for each in selected("--transports", "gloo", "--script", "x.py")] == [
-        "dualdist",
-        "one",
-    ]
+    contenders, refused = selected("--transports", "gloo", "--baselines", "ddp,one,ddp,hvd")
+    assert [each.method for each in contenders] == ["dualdist", "ddp", "one"]
+    assert [(each.contender.method, "needs a candidate" in each.reason) for each in refused] == [("hvd", True)]
+    contenders, _ = selected("--transports", "gloo", "--script", "x.py")
+    assert [each.method for each in contenders] == ["dualdist", "one"]
     for script in ((), ("--script", "x.py")):
         with pytest.raises(UsageError, match="baseline 'hvt': expected one of ddp"):
             selected("--baselines", "hvt", *script)
@@ -131,30 +103,14 @@ def test_without_a_runnable_candidate_the_error_lists_the_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launchers", "backends", "transports", "expected"),
+    ("words", "expected"),
     [
-        ([], ["nativ"], [], "backend 'nativ': expected one of native"),
-        ([], ["single"], [], "backend 'single': expected one of native"),
-        ([], ["native"], ["tcp"], "transport 'tcp': expected one of shm"),
-        (["torchrn"], ["native"], [], "did you mean 'torchrun'"),
+        (("--backends", "nativ"), "backend 'nativ': expected one of native"),
+        (("--backends", "single"), "backend 'single': expected one of native"),
+        (("--transports", "tcp"), "transport 'tcp': expected one of shm"),
+        (("--launchers", "torchrn"), "did you mean 'torchrun'"),
     ],
 )
-def test_unknown_names_are_refused(launchers: Any, backends: Any, transports: Any, expected: str) -> None:
+def test_unknown_names_are_refused(words: tuple[str, str], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
-        expand_configs(launchers, backends, transports, {})
-
-
-def test_labels_and_keys_distinguish_contenders() -> None:
-    config = RunConfig("native", "shm", "torchrun")
-    contenders = [
-        Contender("dualdist", config),
-        Contender("dualdist", config, copy=1),
-        Contender("dualdist", config, slowdown=1.05, copy=2),
-    ]
-    assert [contender.label for contender in contenders] == [
-        "native over shm (torchrun)",
-        "native over shm (torchrun, again)",
-        "native over shm (torchrun, slowed by 5%)",
-    ]
-    assert len({contender.key for contender in contenders}) == 3
-    assert [contender.is_candidate for contender in contenders] == [True, False, False]
+        selected(*words)

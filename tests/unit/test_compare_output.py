@@ -81,18 +81,6 @@ def test_the_page_leads_with_the_verdict_and_says_in_words_what_its_plots_show(t
     assert [row[0] for row in first.rows] == [CONTENDER.label, gloo.label]  # fastest first, as the ratio says
 
 
-def test_the_page_names_who_gave_the_same_bits_and_that_this_took_separate_launches(tmp_path: Path) -> None:
-    gloo = replace(CONTENDER, config=RunConfig("native", "gloo", "torchrun"))
-    contenders = [CONTENDER, gloo, *(replace(each, is_ordered=True) for each in (CONTENDER, gloo))]
-    done = [launch(each.key, 0, 0.1).model_copy(update={"label": each.label}) for each in contenders]
-    result = summarize(contenders, [], done, "complete")
-    record = make_record("compare", "dualdist compare", {"ranks": 3, "model": "mlp"}, [], {})
-    page = write_folder(tmp_path, result, record, done).read_text()
-    who = "native over shm (torchrun), native over gloo (torchrun)"
-    assert f"to the bit (ordered sums, checked in separate launches): {who}.</p>" in page
-    assert "<td>native over gloo (torchrun, ordered sums)</td>" in page
-
-
 @pytest.mark.parametrize("is_script", [False, True])
 def test_an_ordered_launch_is_short_and_differs_in_the_order_of_sums_only(is_script: bool) -> None:
     args = parsed("--model", "mlp", "-np", "3", "--env", "DUALDIST_REDUCTION=unordered", "--device", "cpu")
@@ -156,10 +144,3 @@ def test_settings_hide_secrets(tmp_path: Path) -> None:
     )
     assert (settings["env"], settings["arguments"]) == (["A_TOKEN=***", "A=b"], ["KEY=***"])
     assert "hush" not in json.dumps(settings)
-
-
-def test_output_names_a_folder_in_which_files_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"--output .*/file: cannot be used \(File exists\); name another folder"):
-        compare._make_folder(tmp_path / "file")
-    assert compare._make_folder(tmp_path / "new" / "folder").is_dir()

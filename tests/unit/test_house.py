@@ -35,7 +35,7 @@ RESERVED = {
 WITHOUT_TORCH = (
     "dualdist", "dualdist.launch.launchers", "dualdist.launch.execute", "dualdist.utils.package_probe",
     "dualdist.doctor", "dualdist.doctor.smoke_test", "dualdist.doctor.hosts", "dualdist.cli", "dualdist.cli.bench",
-    "dualdist.cli.compare", "dualdist.cli.doctor", "dualdist.horovod_build",
+    "dualdist.bench.compare.output", "dualdist.cli.compare", "dualdist.cli.doctor", "dualdist.horovod_build",
 )  # fmt: skip
 
 
