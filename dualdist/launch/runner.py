@@ -16,7 +16,7 @@ from dualdist.launch.execute import find_site
 from dualdist.launch.hosts import check_hosts, check_interface, probe_host
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
-from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
+from dualdist.launch.supervisor import JobOutcome, Supervisor, listen
 from dualdist.rendezvous.exec_rendezvous import RUN_RENDEZVOUS
 from dualdist.utils.redaction import is_secret, redact_variables
 from dualdist.utils.variables import REQUEUE
@@ -59,21 +59,20 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
         return RunReport(launcher, _redacted_commands(launcher, job, site))
     # Loopback comes last: on another host ssh forwards it, which does not notice that the host is cut off.
     is_local = _is_single_host(job, launcher)
-    listener = ControlListener.open((LOOPBACK,) if is_local else (*addresses, LOOPBACK), is_local=is_local)
+    server, address = listen((LOOPBACK,) if is_local else (*addresses, LOOPBACK), is_local=is_local)
     began, has_frames = time.monotonic(), LAUNCHERS[launcher].repeats_failures and not settings.is_verbose
-    own = {CONTROL_VARIABLE: listener.address.dumps(), **({rank.FRAMES: "1"} if has_frames else {})}
+    own = {CONTROL_VARIABLE: address.dumps(), **({rank.FRAMES: "1"} if has_frames else {})}
     stdout = 2 if settings.stdout_to_stderr else None
-    with listener.server:
+    with server:
         for number in range(settings.max_restarts + 1):
             if number:
                 job = replace(job, env={**job.env, rank.RESTART: str(number)})
                 # Restarted ranks on this host meet at another port.
                 site = site if job.hosts else replace(site, rendezvous=_local_rendezvous())
             left_s = settings.timeout_s and max(0.0, settings.timeout_s - (time.monotonic() - began))
-            commands = _commands(launcher, replace(job, env={**job.env, **own}), site, listener.address.port)
-            supervisor = Supervisor(
-                commands, listener, environ, stdout, is_elastic=job.min_ranks is not None, has_frames=has_frames
-            )
+            commands = _commands(launcher, replace(job, env={**job.env, **own}), site, address.port)
+            is_elastic = job.min_ranks is not None
+            supervisor = Supervisor(commands, server, address.token, environ, stdout, is_elastic, has_frames)
             outcome = supervisor.run(left_s)
             is_multi_host = bool(job.hosts) or len(supervisor.hosts) > 1
             if outcome.code == 0 or outcome.error or outcome.stop_signal or number == settings.max_restarts:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from dualdist.errors import LaunchError
 from dualdist.launch import control_channel, processes
-from dualdist.launch.control_channel import RankEnded, RankFailing, RankHello
+from dualdist.launch.control_channel import ControlAddress, RankEnded, RankFailing, RankHello
 from dualdist.launch.failure import RankEnd, exit_code, first_failure
 from dualdist.launch.job import Command
 from dualdist.launch.processes import TERMINATION_SIGNALS, signals_handled
@@ -74,20 +74,12 @@ class _Connection:
         return self.hello is not None and not self.hello.is_guard
 
 
-@dataclass
-class ControlListener:
-    """The server of the control channel; opened before the commands are built, which contain its address."""
-
-    server: socket.socket
-    address: control_channel.ControlAddress
-
-    @staticmethod
-    def open(addresses: Sequence[str], *, is_local: bool) -> ControlListener:
-        """Listen on all interfaces, or on loopback alone if all ranks are on this host."""
-        server = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
-        server.setblocking(False)
-        distinct, token = tuple(dict.fromkeys(addresses)), secrets.token_hex(16)
-        return ControlListener(server, control_channel.ControlAddress(distinct, server.getsockname()[1], token))
+def listen(addresses: Sequence[str], *, is_local: bool) -> tuple[socket.socket, ControlAddress]:
+    """Return the server of the control channel and its address, for ranks of this host alone if `is_local`."""
+    server = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
+    server.setblocking(False)
+    distinct, token = tuple(dict.fromkeys(addresses)), secrets.token_hex(16)
+    return server, ControlAddress(distinct, server.getsockname()[1], token)
 
 
 @dataclass
@@ -99,7 +91,8 @@ class Supervisor:
     """
 
     commands: Sequence[Command]
-    listener: ControlListener
+    server: socket.socket
+    token: str
     environ: Mapping[str, str]
     stdout: int | None = None
     is_elastic: bool = False
@@ -121,7 +114,7 @@ class Supervisor:
     def run(self, timeout_s: float | None) -> JobOutcome:
         """Start all commands, and return when all have ended on every host; LaunchError if one cannot be started."""
         began = time.monotonic()
-        self._selector.register(self.listener.server, selectors.EVENT_READ, self._accept)
+        self._selector.register(self.server, selectors.EVENT_READ, self._accept)
         error = ""
         try:
             with signals_handled(PREEMPTION_SIGNALS, lambda number, frame: self._received.append(number)):
@@ -264,7 +257,7 @@ class Supervisor:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self.listener.server.accept()
+            sock, _ = self.server.accept()
         except OSError:  # it is closed again, or there are too many open files
             self._drop_unidentified(0)
             return
@@ -301,7 +294,7 @@ class Supervisor:
         """Handle a message; return False for one that no rank of this job sends."""
         if connection.hello is None:
             hello = control_channel.loads(RankHello, message)
-            if hello is None or hello.token != self.listener.address.token or self._is_ending:
+            if hello is None or hello.token != self.token or self._is_ending:
                 return False
             connection.hello = hello
             self.hosts |= {hello.host} if connection.is_rank else set()

@@ -92,25 +92,14 @@ def test_ranks_of_another_job_are_an_error(tmp_path: Path) -> None:
     assert {type(error) for error in errors} == {TopologyError}
 
 
-def test_an_address_that_cannot_be_one_is_an_error_at_once(tmp_path: Path) -> None:
+def test_variables_and_addresses_that_cannot_be_used_are_errors_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match="WORLD_SIZE not set"):
+        prepare({"RANK": "1"}, 30)
+    with pytest.raises(UsageError, match="expected file:///folder/name"):
+        prepare({"RANK": "0", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "here"}, 30)
     (error,) = met([{**ranks(tmp_path, 2)[1], "DUALDIST_RENDEZVOUS": "tcp://a..b:29500"}], timeout_s=3)
     assert isinstance(error, UsageError)
     assert "'a..b':29500: not a host name" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        ({"RANK": "1"}, "WORLD_SIZE not set"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
-        ({"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "a rank must be below the size"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "here"}, "expected file:///folder/name"),
-    ],
-)
-def test_bad_variables_are_the_errors_of_init(environ: dict[str, str], words: str) -> None:
-    with pytest.raises((TopologyError, UsageError), match=words):
-        prepare(environ, 30)
 
 
 def test_without_a_launcher_there_is_one_rank_and_no_meeting() -> None:

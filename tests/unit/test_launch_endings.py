@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from dualdist.launch import control_channel, env_defaults, rank
+from dualdist.launch import control_channel, env_defaults
 from dualdist.launch.failure import (
     RankEnd,
-    describe_failure,
     exit_code,
     extract_traceback,
     first_failure,
@@ -116,34 +115,6 @@ def test_exit_code_is_the_first_failing_ranks(
 ) -> None:
     failure = None if code == 0 else ended(1, code, 1.0)
     assert exit_code(launchers, failure, is_elastic=is_elastic) == expected
-
-
-def test_a_failure_is_described_with_rank_host_and_signal() -> None:
-    assert describe_failure(ended(3, 7, 0.0), has_hosts=False) == "rank 3 failed first (exit code 7)"
-    assert describe_failure(ended(3, 1, 0.0, "E"), has_hosts=True) == "rank 3 on host failed first (exit code 1):\nE"
-    assert "ended by SIGSEGV" in describe_failure(ended(3, -11, 0.0), has_hosts=False)
-    assert "dmesg" in describe_failure(ended(3, -9, 0.0), has_hosts=False)
-    assert describe_failure(ended(3, None, 0.0), has_hosts=True).startswith("rank 3 on host was lost")
-    assert describe_failure(ended(3, None, 0.0, "E"), has_hosts=False).endswith("before it reported an exit code:\nE")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        rank.RankSettings(("train.py", "--tag", "-m")),
-        rank.RankSettings(("-m", "train", "--log-dir=x"), has_tag=True, folder="a b"),
-        rank.RankSettings(("x.py",), has_tag=True, folder="logs"),
-        rank.RankSettings(("x.py", "--terminal"), has_terminal=True),
-    ],
-)
-def test_a_ranks_words_and_address_are_read_as_they_were_written(settings: rank.RankSettings) -> None:
-    words = rank.rank_argv(settings)
-    assert words[:2] == ("-m", "dualdist.launch.rank")
-    assert rank.parse_arguments(words[2:]) == settings
-    address = control_channel.ControlAddress(("10.0.0.1", "127.0.0.1"), 4711, "secret")
-    assert control_channel.ControlAddress.loads(address.dumps()) == address
-    assert control_channel.loads(control_channel.RankHello, b"GET / HTTP/1.1") is None
-    assert control_channel.loads(control_channel.RankEnded, b'{"code": 1}') is None
 
 
 def test_a_rank_that_reaches_no_dualdist_run_names_each_address_and_why() -> None:
