@@ -21,7 +21,6 @@ from dualdist.session import find_group, group_or_world
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 Counts: TypeAlias = Sequence[int] | Tensor
 Splits: TypeAlias = Counts | None
 Async: TypeAlias = Literal[True]
@@ -58,18 +57,9 @@ def _call(collective: Collective[T], async_op: bool) -> T | Handle[T]:
     return collective.start() if async_op else collective.run()
 
 
-def _reduction(
-    op: Op,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    reduction: Reduction | None = None,
-) -> dict[str, Any]:
+def _reduction(op: Op, *, group: Group | None = None, **options: Any) -> dict[str, Any]:
     """Return the arguments of the description of a reduction, without the tensors."""
-    scales = {"prescale": prescale, "postscale": postscale}
-    return {"group": group_or_world(group), "op": op, "name": name, "reduction": reduction, **scales}
+    return {"group": group_or_world(group), "op": op, **options}
 
 
 def _like(model: F) -> Callable[[Callable[..., Any]], F]:

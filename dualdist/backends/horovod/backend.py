@@ -245,24 +245,17 @@ class HorovodBackend:
     def allreduce_(
         self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
     ) -> HorovodWork:
-        filled(buffer, source)
-        return self._start(
-            lambda: self._hvd.allreduce_async_(buffer, name=name, op=self._ops[op], process_set=self._set)
-        )
+        return self._start(self._hvd.allreduce_async_, filled(buffer, source), name=name, op=self._ops[op])
 
     def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
-        work = self._start(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set))
+        work = self._start(self._hvd.allgather_async, tensor, name=name)
         return work if output is None else ConvertedWork(work, output.copy_)
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
-        return self._start(
-            lambda: self._hvd.broadcast_async_(buffer, self.ranks[root], name=name, process_set=self._set)
-        )
+        return self._start(self._hvd.broadcast_async_, buffer, self.ranks[root], name=name)
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> HorovodWork:
-        return self._start(
-            lambda: self._hvd.alltoall_async(tensor, splits=list(sent), name=name, process_set=self._set)
-        )
+        return self._start(self._hvd.alltoall_async, tensor, splits=list(sent), name=name)
 
     def duplicate(self, key: str) -> HorovodBackend:
         return self  # Horovod matches operations by name
@@ -280,11 +273,12 @@ class HorovodBackend:
         self.is_open = False
         self._leave()
 
-    def _start(self, start: Callable[[], int]) -> HorovodWork:
+    def _start(self, start: Callable[..., int], *args: Any, **options: Any) -> HorovodWork:
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         try:
-            return HorovodWork(self._hvd, start(), self.timeout_s)
+            handle = start(*args, **options, process_set=self._set)
+            return HorovodWork(self._hvd, handle, self.timeout_s)
         except (RuntimeError, ValueError) as error:
             raise translate_error(error, self.timeout_s) from error
 
@@ -328,7 +322,7 @@ def start_on_mpi(context: InitContext) -> HorovodBackend:
             "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, "
             "or set DUALDIST_TRANSPORT=gloo"
         )
-    return _over_all(hvd, "mpi", context, _no_server, nullcontext)
+    return _over_all(hvd, "mpi", context, lambda: None, nullcontext)
 
 
 def start_on_gloo(context: InitContext) -> HorovodBackend:
@@ -350,28 +344,25 @@ def start_on_gloo(context: InitContext) -> HorovodBackend:
     slots = slot_variables(context.locations)
     settings = {**engine_variables("gloo", context.timeout_s), **slots[topology.rank]}
     settings[ELASTIC] = None  # or the engine would ask this server for its slot, which it has
-    stop_server: Callable[[], None] = _no_server
+    server = contextlib.ExitStack()  # of rank 0, which closing it stops
     if context.store is None:
         settings[STORE_ADDRESS] = None  # unset: a Horovod of one rank
     else:
-        address, port, stop_server = _serve_or_find(context, context.store, slots, deadline)
-        settings[STORE_ADDRESS] = address
+        settings[STORE_ADDRESS], port = _serve_or_find(context, context.store, slots, deadline, server)
         settings[STORE_PORT] = str(port)
         settings[INTERFACE] = environ.get(INTERFACE) or context.interface or "lo"
     try:
         with temporary_variables(environ, settings):
             _init(hvd, topology, deadline.left_s())
     except BaseException:
-        stop_server()
+        server.close()
         raise
 
     def leave() -> None:
         """Shut down the engine, with those of the other ranks; their programs continue."""
         late = f"Horovod could not shut down within {context.timeout_s:g} s: another rank does not answer"
-        try:
+        with server:
             call_within(context.timeout_s, hvd.shutdown, lambda: RankLostError(late))
-        finally:
-            stop_server()
 
     return _over_all(hvd, "gloo", context, leave, lambda: temporary_variables(environ, settings))
 
@@ -389,21 +380,17 @@ def _over_all(
     return HorovodBackend(hvd, transport, range(int(hvd.size())), sets, context.timeout_s, leave)
 
 
-def _no_server() -> None:
-    """Stop nothing."""
-
-
 def _serve_or_find(
-    context: InitContext, store: Store, slots: Sequence[Variables], deadline: Deadline
-) -> tuple[str, int, Callable[[], None]]:
-    """Return the address and port of Horovod's rendezvous, which rank 0 serves, and a function that stops it."""
+    context: InitContext, store: Store, slots: Sequence[Variables], deadline: Deadline, server: contextlib.ExitStack
+) -> tuple[str, int]:
+    """Return the address and port of Horovod's rendezvous, which rank 0 serves until `server` is closed."""
     topology, key = context.topology, f"{context.key}/rendezvous"
     host, one_node = network_interfaces.host_identity(context.environ), topology.num_nodes == 1
     if topology.rank == 0:
-        port, stop = _serve(slots)
+        port = _serve(slots, server)
         published = StoreAddress.of(host, port, one_node=one_node)
         store.set(key, published.dumps())
-        return (published.addresses or (network_interfaces.LOOPBACK,))[0], port, stop
+        return (published.addresses or (network_interfaces.LOOPBACK,))[0], port
     try:
         published = StoreAddress.loads(store.get(key, deadline.left_s()))
     except TimeoutError as error:
@@ -411,11 +398,11 @@ def _serve_or_find(
             f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
             "see what rank 0 printed last"
         ) from error
-    return published.reachable_address(host, deadline), published.port, _no_server
+    return published.reachable_address(host, deadline), published.port
 
 
 @real_horovod()
-def _serve(slots: Sequence[Variables]) -> tuple[int, Callable[[], None]]:
+def _serve(slots: Sequence[Variables], ending: contextlib.ExitStack) -> int:
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
@@ -438,15 +425,16 @@ def _serve(slots: Sequence[Variables]) -> tuple[int, Callable[[], None]]:
     )
 
     def stop() -> None:
-        ending = threading.Thread(target=server.stop, name="dualdist-rendezvous-end")
-        ending.start()
+        thread = threading.Thread(target=server.stop, name="dualdist-rendezvous-end")
+        thread.start()
         # The server checks for its end twice a second, and at every connection.
         with contextlib.suppress(OSError):
             socket.create_connection((network_interfaces.LOOPBACK, port), CALL_S).close()
-        ending.join()
+        thread.join()
         server._httpd.server_close()  # stop() does not close the socket
 
-    return port, stop
+    ending.callback(stop)
+    return port
 
 
 def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
