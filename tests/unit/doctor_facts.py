@@ -33,6 +33,7 @@ FACTS = InstallationFacts(
 
 
 RECORDS = json.loads((Path(__file__).parent / "launcher_env.json").read_text())
+VALID = [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]]
 
 
 def recorded(table: str, index: int = 0) -> dict[str, str]:

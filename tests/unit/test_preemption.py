@@ -128,7 +128,9 @@ def test_a_loop_of_its_own_answers_the_notice_file(tmp_path: Path, monkeypatch: 
     try:
         assert not dd.elastic.should_stop()
         path.touch()
-        training_state.last_step().notice.poll()
+        notice = training_state.last_step().notice
+        notice.poll()
+        assert (notice.kind, notice.reason) == (STOP, f"the file {path}")
         assert not (tmp_path / "stop.done").exists()
         assert dd.elastic.should_stop()
         assert (tmp_path / "stop.done").exists()
@@ -168,17 +170,7 @@ def test_the_programs_signal_handlers_are_kept(notice: PreemptionNotice) -> None
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_a_notice_file_of_an_absolute_path_is_a_request_and_is_acknowledged(tmp_path: Path) -> None:
-    path = tmp_path / "stop"
-    found = PreemptionNotice(path)
-    found.poll()
-    assert not found.kind
-    path.touch()
-    found.poll()
-    assert (found.kind, found.reason) == (STOP, f"the file {path}")
-    assert not (tmp_path / "stop.done").exists()
-    found.acknowledge()
-    assert (tmp_path / "stop.done").exists()
+def test_a_notice_file_has_an_absolute_path() -> None:
     assert parse_notice_file("") is parse_notice_file(None) is None
     assert parse_notice_file("/a/b") == Path("/a/b")
     with pytest.raises(UsageError, match="DUALDIST_NOTICE='a': expected the absolute path"):

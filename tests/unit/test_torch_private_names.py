@@ -6,9 +6,8 @@ A new torch may take any of them away. The first test then names the file, and w
 from __future__ import annotations
 
 import ast
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -58,22 +57,10 @@ def moved(name: str, file: str) -> str:
     )
 
 
-def resolve(name: str) -> object:
-    """Return what a full name means; AttributeError or ImportError if nothing."""
-    words = name.split(".")
-    for count in range(len(words), 0, -1):
-        try:
-            module = importlib.import_module(".".join(words[:count]))
-        except ImportError:
-            continue
-        return reduce(getattr, words[count:], module)
-    raise ImportError(name)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_private_name_is_there(name: str) -> None:
     try:
-        resolve(name)
+        pkgutil.resolve_name(name)
     except (AttributeError, ImportError) as error:
         pytest.fail(f"{moved(name, NAMES[name][0])}; it served {NAMES[name][1]} ({error})")
 
