@@ -87,27 +87,17 @@ if TYPE_CHECKING:
         scatter,
     )
 
-# The module of each name that is imported on first use: it needs torch, or few programs use it. For type checkers and
-# editors the same names stand above.
+# The modules of names that are imported on first use: they need torch, or few programs use them. The other names of
+# __all__ that are not imported above are of `operations`. For type checkers and editors all of them stand above.
 _LAZY = {
-    name: module
-    for module, names in (
-        ("data.loader", "loader"),
-        ("data.sampler", "Sampler"),
-        ("ddp.compression", "Compression"),
-        ("ddp.metric", "Metric"),
-        ("ddp.sync_batch_norm", "SyncBatchNorm"),
-        ("elastic", "elastic"),
-        ("launch.spawn", "run spawn"),
-        ("logging", "info print progress setup_logging"),
-        ("operations", "allgather allgather_object allreduce allreduce_ alltoall barrier broadcast broadcast_"),
-        ("operations", "broadcast_object broadcast_optimizer_state broadcast_parameters clip_grad_norm_ gather"),
-        (
-            "operations",
-            "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter join reducescatter scatter",
-        ),
-    )
-    for name in names.split()
+    "Compression": "ddp.compression",
+    "Metric": "ddp.metric",
+    "Sampler": "data.sampler",
+    "SyncBatchNorm": "ddp.sync_batch_norm",
+    "elastic": "elastic",
+    "loader": "data.loader",
+    **dict.fromkeys(("run", "spawn"), "launch.spawn"),
+    **dict.fromkeys(("info", "print", "progress", "setup_logging"), "logging"),
 }
 
 __all__ = [
@@ -193,12 +183,12 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one that th
         """Import a public name on first use."""
         import importlib
 
-        if name not in _LAZY:
+        if name not in __all__:
             from dualdist.utils.suggest import OUR_NAMES
 
             hint = f"; call dd.{OUR_NAMES[name]}" if name in OUR_NAMES else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-        module = importlib.import_module(f"dualdist.{_LAZY[name]}")
+        module = importlib.import_module(f"dualdist.{_LAZY.get(name, 'operations')}")
         globals()[name] = module if name == "elastic" else getattr(module, name)
         return globals()[name]
 

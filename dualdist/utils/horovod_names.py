@@ -49,7 +49,9 @@ class HorovodAlias:
         if self._is_suspended or not is_horovod(fullname):
             return None
         if fullname in self._table:
-            return self._alias_spec(fullname, self._table[fullname])
+            name = self._table[fullname]
+            found = importlib.util.find_spec(name)
+            return found and self._alias_spec(fullname, found, partial(importlib.import_module, name))
         if fullname == ROOT:
             return PathFinder.find_spec(fullname, [FOLDER])
         if self._is_parent(fullname):
@@ -59,10 +61,10 @@ class HorovodAlias:
     def _is_parent(self, fullname: str) -> bool:
         return any(name.startswith(f"{fullname}.") for name in self._table)
 
-    def _alias_spec(self, fullname: str, name: str) -> ModuleSpec | None:
-        found = importlib.util.find_spec(name)
-        load = partial(importlib.import_module, name)
-        return found and _alias_module_spec(fullname, found, load, is_package=self._is_parent(fullname))
+    def _alias_spec(self, fullname: str, found: ModuleSpec, load: Callable[[], ModuleType]) -> ModuleSpec:
+        is_package = self._is_parent(fullname) or found.submodule_search_locations is not None
+        loader: Any = _AliasLoader(load)  # not an importlib.abc.Loader, whose import takes 4 ms of `import dualdist`
+        return ModuleSpec(fullname, loader, origin=found.origin, is_package=is_package)
 
     def _real_spec(self, fullname: str) -> ModuleSpec:
         submodule = ".".join(fullname.split(".")[:2])
@@ -86,7 +88,7 @@ class HorovodAlias:
                 "installed Horovod (dualdist install-horovod installs one)",
                 name=fullname,
             )
-        return _alias_module_spec(fullname, found, load)
+        return self._alias_spec(fullname, found, load)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -95,7 +97,10 @@ class HorovodAlias:
             if self._is_suspended:
                 yield
                 return
-            aliased, index = _pop_modules(), _pop_folder()
+            aliased = _pop_modules()
+            index = sys.path.index(FOLDER) if FOLDER in sys.path else None
+            if index is not None:
+                del sys.path[index]
             sys.modules.update(self._real)
             self._is_suspended = True
             try:
@@ -122,14 +127,6 @@ class _AliasLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has set the alias's spec
-
-
-def _alias_module_spec(
-    fullname: str, found: ModuleSpec, load: Callable[[], ModuleType], *, is_package: bool = False
-) -> ModuleSpec:
-    is_package = is_package or found.submodule_search_locations is not None
-    loader: Any = _AliasLoader(load)  # not an importlib.abc.Loader, whose import takes 4 ms of `import dualdist`
-    return ModuleSpec(fullname, loader, origin=found.origin, is_package=is_package)
 
 
 def is_horovod(fullname: str) -> bool:
@@ -165,12 +162,3 @@ def _pop_modules(except_in: str | None = None) -> dict[str, ModuleType]:
         and not (except_in is not None and (getattr(module, "__file__", None) or "").startswith(except_in))
     ]
     return {name: sys.modules.pop(name) for name in names}
-
-
-def _pop_folder() -> int | None:
-    """Remove FOLDER from sys.path and return its index, or None if absent."""
-    if FOLDER not in sys.path:
-        return None
-    index = sys.path.index(FOLDER)
-    del sys.path[index]
-    return index

@@ -20,6 +20,10 @@ SCHEMAS = {
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
 LIBRARIES = ("_C_stable", "_C")  # since torchvision 0.29, and before
+ADVICE = (
+    "install the release for this torch without replacing torch, "
+    "e.g. `pip install --no-deps torchvision==0.28.0 pillow` for torch 2.13"
+)
 
 
 def load_torchvision() -> ModuleType:
@@ -36,12 +40,12 @@ def load_torchvision() -> ModuleType:
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
     if not _prepare_operators():
-        raise TorchvisionError(f"torchvision is not installed with torch {torch.__version__}: {_advice()}")
+        raise TorchvisionError(f"torchvision is not installed with torch {torch.__version__}: {ADVICE}")
     try:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
         raise TorchvisionError(
-            f"torchvision does not work with torch {torch.__version__} ({error}): {_advice()}"
+            f"torchvision does not work with torch {torch.__version__} ({error}): {ADVICE}"
         ) from error
 
 
@@ -89,10 +93,3 @@ def _declare_operators() -> torch.library.Library:
         if not hasattr(torch.ops.torchvision, name):
             library.define(schema)
     return library
-
-
-def _advice() -> str:
-    return (
-        "install the release for this torch without replacing torch, "
-        "e.g. `pip install --no-deps torchvision==0.28.0 pillow` for torch 2.13"
-    )

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,13 +17,13 @@ HINT = f"{DEBUG}=1 shows the frames inside dualdist"
 
 
 def is_debug(environ: Mapping[str, str]) -> bool:
-    """Return True if DUALDIST_DEBUG is set."""
     return environ.get(DEBUG, "0") not in ("", "0")
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without frames of dualdist, and of torch and contextlib beneath the program's."""
-    kept, hidden = [], (HOME, *_folder_of("torch"), contextlib.__file__)
+    torch = [f"{folder}{os.sep}" for folder in getattr(sys.modules.get("torch"), "__path__", [])]
+    kept, hidden = [], (HOME, *torch, contextlib.__file__)
     while trace is not None:
         if not trace.tb_frame.f_code.co_filename.startswith(hidden):
             kept.append(trace)
@@ -32,10 +32,6 @@ def user_frames(trace: TracebackType | None) -> TracebackType | None:
     for each in reversed(kept):
         found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return found
-
-
-def _folder_of(package: str) -> list[str]:
-    return [f"{folder}{os.sep}" for folder in getattr(sys.modules.get(package), "__path__", [])]
 
 
 def format_own_error(error: BaseException, trace: TracebackType | None) -> str:
@@ -73,7 +69,7 @@ def install_hooks(environ: Mapping[str, str]) -> None:
         return
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _excepthook
-    shell = _ipython()
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and not shell.custom_exceptions:
         shell.set_custom_exc((Exception,), _show_in_ipython)
 
@@ -84,13 +80,6 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         sys.stderr.flush()
     else:
         sys.__excepthook__(kind, error, trace)
-
-
-def _ipython() -> Any:
-    """Return the running IPython shell, if any."""
-    module = sys.modules.get("IPython")
-    get: Callable[[], Any] | None = getattr(module, "get_ipython", None)
-    return None if get is None else get()
 
 
 def _show_in_ipython(

@@ -35,16 +35,13 @@ NAMES = tuple(PREFIX + name for name in _NAMES.split())
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that is set and has no meaning for dualdist."""
-    return [
-        f"{name} is set, but no variable of dualdist{_nearest(name)}"
-        for name in sorted(environ)
-        if name.startswith(PREFIX) and name not in NAMES
-    ]
-
-
-def _nearest(name: str) -> str:
-    # Without the prefix, which would make any two names alike.
-    return did_you_mean(name.removeprefix(PREFIX), _NAMES.split()).replace("'", f"'{PREFIX}", 1)
+    found = []
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in NAMES:
+            nearest = did_you_mean(name.removeprefix(PREFIX), _NAMES.split())  # with the prefix any two are alike
+            hint = nearest.replace("'", f"'{PREFIX}", 1)
+            found.append(f"{name} is set, but no variable of dualdist{hint}")
+    return found
 
 
 @contextlib.contextmanager
