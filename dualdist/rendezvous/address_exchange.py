@@ -5,6 +5,7 @@ Importing this imports no torch.
 
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dualdist.errors import RendezvousError, TopologyError, UsageError
 from dualdist.topology import Topology
 from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline
+from dualdist.utils.network_interfaces import StoreAddress
 
 RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
 SLURM_SUBMIT_DIR = "SLURM_SUBMIT_DIR"
@@ -35,7 +37,8 @@ class AddressExchange(Protocol):
         """Return the text, None while rank 0 has not published it; the other ranks call this."""
 
     def withdraw(self) -> None:
-        """Remove the text; rank 0 calls this when every rank has read it."""
+        """Remove the text if it stays; rank 0 calls this when every rank has read it."""
+        return None
 
     def describe(self) -> str:
         """Say where the text is expected, for errors."""
@@ -116,7 +119,7 @@ class HorovodAddressExchange:
 
 
 @dataclass(frozen=True)
-class BroadcastAddressExchange:
+class BroadcastAddressExchange(AddressExchange):
     """A broadcast of rank 0's text, None on the others; each rank calls publish or read once."""
 
     broadcast: Callable[[str | None], str]
@@ -127,11 +130,16 @@ class BroadcastAddressExchange:
     def read(self) -> str | None:
         return self.broadcast(None)
 
-    def withdraw(self) -> None:
-        """Withdraw nothing."""
-
     def describe(self) -> str:
         return "by broadcast"
+
+
+def publish_listener(exchange: AddressExchange, topology: Topology, host: str) -> socket.socket:
+    """Return rank 0's socket, which listens on a free port, after publishing its address."""
+    one_node = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
+    listener = network_interfaces.open_listener(0, loopback_only=one_node)
+    exchange.publish(StoreAddress.of(host, listener.getsockname()[1], one_node=one_node).dumps())
+    return listener
 
 
 def _address_of(url: str) -> tuple[str, int]:

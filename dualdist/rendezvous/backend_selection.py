@@ -35,17 +35,15 @@ SCHEMA = 2  # 1 had no threads
 Print = Callable[[str], None]  # prints a line to the user
 
 
-def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -> str:
-    """Return `value` if it is one of the choices, of which "" stands for none; else raise UsageError."""
+def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -> None:
+    """Raise UsageError if `value` is none of the choices."""
     owners = [name for name, transports in registry.backend_transports().items() if value in transports]
     if value not in choices and what == "backend" and owners:
         raise UsageError(
             f"{value!r} is a transport, of {' and '.join(owners)}, and no backend: type dd.init({owners[0]!r}), which "
             f"takes the fastest transport, or insist on this one by {TRANSPORT}={value}"
         )
-    if value not in choices:
-        require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
-    return value
+    require_choice(value, choices, what, f" (given to dd.init() or in {variable})")
 
 
 def select_device(topology: Topology | None) -> torch.device:

@@ -18,7 +18,12 @@ from typing import Any
 from dualdist.backends.mpi import world
 from dualdist.environments.env_values import MASTER, RENDEZVOUS, get_integer, get_value
 from dualdist.errors import RendezvousError, TopologyError, UsageError
-from dualdist.rendezvous.address_exchange import AddressExchange, BroadcastAddressExchange, rendezvous_endpoint
+from dualdist.rendezvous.address_exchange import (
+    AddressExchange,
+    BroadcastAddressExchange,
+    publish_listener,
+    rendezvous_endpoint,
+)
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report, with_location
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
@@ -113,27 +118,40 @@ def _listen(endpoint: Endpoint, topology: Topology, host: str) -> socket.socket:
         return listener
     if isinstance(endpoint, tuple):
         return network_interfaces.open_listener(endpoint[1], loopback_only=False)
-    is_one_host = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
-    listener = network_interfaces.open_listener(0, loopback_only=is_one_host)
-    endpoint.publish(StoreAddress.of(host, listener.getsockname()[1], one_node=is_one_host).dumps())
-    return listener
+    return publish_listener(endpoint, topology, host)
 
 
 def _serve(listener: socket.socket, own: RankReport, wanted_port: int, deadline: Deadline) -> dict[str, Any]:
     """Collect the reports of all ranks, and answer each; return the answer for rank 0 itself."""
-    reports, error = {own.rank: own}, list[str]()
     peers: list[tuple[socket.socket, str]] = []
-    while len(reports) < own.size and not error:
+    error, locations = list[str](), list[tuple[Any, ...]]()
+    try:
+        locations = [astuple(location) for location in assign_locations(_collect(listener, own, peers, deadline))]
+    except (TopologyError, RendezvousError) as problem:
+        error = [type(problem).__name__, str(problem)]
+    listener.close()  # before the answers: the program may listen on the same port
+    address = next((reached for _, reached in peers if reached), LOOPBACK)
+    answer = {"error": error, "locations": locations, "address": address, "port": reserve_port(wanted_port)}
+    for connection, reached in peers:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(f"{json.dumps({**answer, 'address': reached or address})}\n".encode())
+    return answer
+
+
+def _collect(
+    listener: socket.socket, own: RankReport, peers: list[tuple[socket.socket, str]], deadline: Deadline
+) -> list[RankReport]:
+    """Return the reports of all ranks; each one's connection, and rank 0's address if remote, is added to `peers`."""
+    reports = {own.rank: own}
+    while len(reports) < own.size:
         listener.settimeout(max(deadline.left_s(), 0.001))
         try:
             connection = listener.accept()[0]
-        except TimeoutError:
+        except TimeoutError as error:
             missing = [rank for rank in range(own.size) if rank not in reports]
-            error = [
-                "RendezvousError",
-                f"rank 0 waited {deadline.timeout_s:g} s for all {own.size} ranks to start; missing: {missing}",
-            ]
-            break
+            raise RendezvousError(
+                f"rank 0 waited {deadline.timeout_s:g} s for all {own.size} ranks to start; missing: {missing}"
+            ) from error
         try:
             hello = _receive(connection, PROBE_S)
             other, reached = RankReport.loads(hello["report"]), str(hello["reached"])
@@ -142,27 +160,15 @@ def _serve(listener: socket.socket, own: RankReport, wanted_port: int, deadline:
             continue
         peers.append((connection, reached))
         if other.size != own.size:
-            met = f"rank {other.rank} of {other.size} met ranks of a job of {own.size}"
-            error = ["TopologyError", f"{met}: were all started by one command?"]
-        elif other.rank in reports:
-            twice = f"two processes are rank {other.rank} of {own.size}"
-            error = ["TopologyError", f"{twice}: is one left over from another job?"]
+            raise TopologyError(
+                f"rank {other.rank} of {other.size} met ranks of a job of {own.size}: were all started by one command?"
+            )
+        if other.rank in reports:
+            raise TopologyError(
+                f"two processes are rank {other.rank} of {own.size}: is one left over from another job?"
+            )
         reports[other.rank] = other
-    locations: list[tuple[Any, ...]] = []
-    if not error:
-        try:
-            locations = [
-                astuple(location) for location in assign_locations([reports[rank] for rank in sorted(reports)])
-            ]
-        except TopologyError as problem:
-            error = ["TopologyError", str(problem)]
-    listener.close()  # before the answers: the program may listen on the same port
-    address = next((reached for _, reached in peers if reached), LOOPBACK)
-    answer = {"error": error, "locations": locations, "address": address, "port": reserve_port(wanted_port)}
-    for connection, reached in peers:
-        with contextlib.suppress(OSError), connection:
-            connection.sendall(f"{json.dumps({**answer, 'address': reached or address})}\n".encode())
-    return answer
+    return [reports[rank] for rank in sorted(reports)]
 
 
 def _ask(endpoint: Endpoint, report: RankReport, deadline: Deadline) -> dict[str, Any]:

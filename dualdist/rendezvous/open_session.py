@@ -169,9 +169,8 @@ def _open_over_store(spec: BackendSpec, config: SessionConfig) -> Session:
     if config.topology.size > 1:
         from dualdist.rendezvous.store_rendezvous import join_store
 
-        met = join_store(config, spec.name)
-        store, locations, interface = met.store, met.locations, met.interface
-        config = replace(config, key=met.key)
+        store, key, locations, interface = join_store(config, spec.name)
+        config = replace(config, key=key)
     config = replace(config, topology=with_location(config.topology, locations))
     context = config.context(config.topology)
     backend = spec.start(replace(context, locations=locations, store=store, interface=interface))

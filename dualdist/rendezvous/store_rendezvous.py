@@ -22,7 +22,12 @@ from dualdist.backends.native import store as native_store
 from dualdist.environments.env_values import RENDEZVOUS
 from dualdist.errors import DualdistError, RendezvousError, TopologyError
 from dualdist.monitoring import process_state
-from dualdist.rendezvous.address_exchange import AddressExchange, FileAddressExchange, rendezvous_endpoint
+from dualdist.rendezvous.address_exchange import (
+    AddressExchange,
+    FileAddressExchange,
+    publish_listener,
+    rendezvous_endpoint,
+)
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
@@ -41,37 +46,28 @@ GRACE_S = 1.0
 READ_VERDICT_S = 5.0
 
 
-@dataclass(frozen=True)
-class RendezvousResult:
-    """The store, the prefix of this session's keys in it, and the locations of all ranks.
-
-    `interface` is this rank's network interface towards the other nodes, None if there are none.
-    """
-
-    store: Store
-    key: str
-    locations: list[RankLocation]
-    interface: str | None
-
-
-def join_store(config: SessionConfig, backend: str) -> RendezvousResult:
+def join_store(config: SessionConfig, backend: str) -> tuple[Store, str, list[RankLocation], str | None]:
     """Connect all ranks to one store, the known one in a later session, and exchange their locations.
 
     Every rank calls this with the backend that it will use. Errors are raised on every rank that takes part.
+
+    Returns:
+        The store, the prefix of this session's keys in it, the locations of all ranks, and this rank's network
+        interface towards the other nodes, None if there are none.
     """
     topology, environ, known = config.topology, config.environ, config.rendezvous
     host, deadline = network_interfaces.host_identity(environ), Deadline(config.timeout_s)
     report = make_report(topology, host, backend, config.transport, process_state.current_process().dumps())
     connected: list[tuple[Store, AddressExchange | None]] = []
 
-    def meet() -> RendezvousResult:
+    def meet() -> tuple[Store, str, list[RankLocation], str | None]:
         connected.append((known.store, None) if known.store else _open_store(topology, environ, host, deadline))
         store = connected[0][0]
         if known.store is None and may_restart(topology, environ):
             known.generation = agree_on_generation(store, topology, deadline)
         key = f"{config.key}/{known.generation}" if known.generation else config.key
         locations = LocationExchange(store, report, key, deadline).run()
-        return RendezvousResult(store, key, locations, _interface(store, locations, topology.rank, key, deadline))
+        return store, key, locations, _interface(store, locations, topology.rank, key, deadline)
 
     def late() -> DualdistError:
         waited = f"rank {topology.rank} waited {deadline.timeout_s:g} s for"
@@ -89,7 +85,7 @@ def join_store(config: SessionConfig, backend: str) -> RendezvousResult:
         for _, exchange in connected:
             if exchange is not None and topology.rank == 0:
                 exchange.withdraw()
-    known.store = found.store
+    known.store = found[0]
     return found
 
 
@@ -174,11 +170,8 @@ def _open_store(
 def serve_or_connect(exchange: AddressExchange, topology: Topology, host: str, deadline: Deadline) -> Store:
     """Serve a store on a free port and publish its address (rank 0), or read the address and connect."""
     if topology.rank == 0:
-        one_node = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
-        listener = network_interfaces.open_listener(0, loopback_only=one_node)
-        port = listener.getsockname()[1]
-        exchange.publish(StoreAddress.of(host, port, one_node=one_node).dumps())
-        return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
+        listener = publish_listener(exchange, topology, host)
+        return native_store.connect(network_interfaces.LOOPBACK, listener.getsockname()[1], listener, deadline)
     pause_s = 0.002  # rank 0 mostly comes at the same time
     while True:
         text = exchange.read()
@@ -243,17 +236,13 @@ class LocationExchange:
         elif (others := int(store.get(f"{key}/size", self.deadline.left_s()))) != size:
             return f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?"
         if count == size:
-            self._check_reports()
+            arrived = [name for other in range(size) if store.has(name := f"{key}/report/{other}")]
+            reports = [RankReport.loads(store.get(name, self.deadline.left_s())) for name in arrived]
+            try:
+                self._write_verdict("", assign_locations(reports))
+            except TopologyError as error:
+                self._write_verdict(str(error))
         return ""
-
-    def _check_reports(self) -> None:
-        """Write the verdict on the reports of all ranks."""
-        arrived = [f"{self.key}/report/{rank}" for rank in range(self.report.size)]
-        texts = [self.store.get(key, self.deadline.left_s()) for key in arrived if self.store.has(key)]
-        try:
-            self._write_verdict("", assign_locations([RankReport.loads(text) for text in texts]))
-        except TopologyError as error:
-            self._write_verdict(str(error))
 
     def _write_verdict(self, problem: str, locations: Sequence[RankLocation] = ()) -> None:
         """Write the verdict, a problem or the locations of all ranks, unless there is one already."""

@@ -69,7 +69,7 @@ def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pyt
     assert registry.names() == (*BUILTIN, "sockets")
     assert registry.get("sockets").transports == ("tcp",)
     assert "tcp" in registry.transports()
-    assert check_choice("sockets", registry.choices(), "backend", "DUALDIST_BACKEND") == "sockets"
+    check_choice("sockets", registry.choices(), "backend", "DUALDIST_BACKEND")
     assert loads("program: train.py\nbackend: sockets\ntransport: tcp", "job.yaml").backend == "sockets"
     assert main(["run", "--dry-run", "-np", "2", "--backend", "sockets", str(PLUGIN / "dualdist_sockets.py")]) == 0
     assert "DUALDIST_BACKEND=sockets" in capsys.readouterr().out
