@@ -27,7 +27,6 @@ from dualdist.utils.machine import read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
 from dualdist.utils.suggest import require_choice
 
-WORKER = ("-m", "dualdist.bench.ranks.worker")
 SPAWN = "spawn"
 OUTPUT_LINES = 30  # of a failed job, in the error
 Report = dict[str, Any]  # of a rank, or of all that rank 0 has gathered
@@ -35,7 +34,6 @@ FOREIGN = "foreign_cores_of_job"  # in every report: CPU use of other processes 
 # Image size of the ResNets. At 64 a step of ResNet-18 takes about as long as two ranks on two cores need to exchange
 # its gradients, where overlap matters most; at 32 communication dominates.
 IMAGE_SIZE = 64
-BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class BenchmarkModel:
     """A model to train; `batch` is per rank, `steps` per launch of a comparison."""
 
     description: str
-    batch: int = BATCH
+    batch: int = 8
     steps: int = 20
 
 
@@ -304,7 +302,7 @@ class PlannedJob:
         return shlex.join([*(["env", *variables] if variables else []), *redact_command(self.command.argv)])
 
 
-Done = Sequence[tuple[PlannedJob, list[Report]]]
+Done = list[tuple[PlannedJob, list[Report]]]
 
 
 def worker_command(
@@ -317,7 +315,7 @@ def worker_command(
     """Return the command that runs the worker with these options on every rank."""
     spawn = (f"--spawn={settings.ranks}",) if config.launcher == SPAWN else ()
     options = replace(options, device=settings.device, timeout_s=min(options.timeout_s, settings.timeout_s))
-    program = (*WORKER, *spawn, measurement, str(report), json.dumps(asdict(options)))
+    program = ("-m", "dualdist.bench.ranks.worker", *spawn, measurement, str(report), json.dumps(asdict(options)))
     return program_command(config, program, settings)
 
 

@@ -21,6 +21,7 @@ from dualdist.bench.jobs import (
     MODELS,
     OPTIMIZERS,
     AllreduceOptions,
+    Done,
     MeasurementSettings,
     PlannedJob,
     RunConfig,
@@ -64,7 +65,6 @@ HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "scale": ({"model": "", "measure_up_to": "", **SHARED}, ("dualdist bench scale --ranks 2,4,8,64,512",)),
 }
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
-Done = list[tuple[PlannedJob, list[dict[str, Any]]]]
 Failed = list[tuple[PlannedJob, str]]  # with the error
 # Jobs, the summary of their reports, and the tables of that.
 Benchmark = tuple[list[PlannedJob], Callable[[Done], Any], Callable[[Any], Any]]

@@ -221,19 +221,13 @@ def _read_job_file(path: Path, *, is_script: bool) -> dict[str, Any]:
         job_file = importlib.import_module("dualdist.launch.job_file")
     except ModuleNotFoundError as error:
         raise UsageError(f"--config needs {error.name}: pip install 'dualdist[job]'") from error
-    job = job_file.load(path, is_script=is_script, horovod_has_mpi=_horovod_has_mpi())
+    job = job_file.load(path, is_script=is_script, horovod_has_mpi=getattr(read_record(), "mpi", None))
     found: dict[str, Any] = job.model_dump(exclude_unset=True, exclude={"program", "module", "args"})
     if "hosts" in found:
         found["hosts"] = ",".join(job.hosts)
     if job.program is not None or job.module is not None:
         found.update(words=(job.module or job.program, *job.args), is_module=job.module is not None)
     return found
-
-
-def _horovod_has_mpi() -> bool | None:
-    """Return True if the installed Horovod was built with MPI, None if unknown."""
-    record = read_record()
-    return None if record is None else record.mpi
 
 
 def _variables(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -266,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
         ranks=ranks,
         has_hosts=bool(hosts),
         min_ranks=request.min_ranks,
-        horovod_has_mpi=_horovod_has_mpi(),
+        horovod_has_mpi=getattr(read_record(), "mpi", None),
     ):
         raise UsageError(message)
     job = Job(

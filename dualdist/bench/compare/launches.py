@@ -100,7 +100,7 @@ class Launch(BaseModel):
     def losses(self) -> list[float | None]:
         """Return the mean loss over ranks of every step, warm-up included; None for a step without a loss."""
         return [
-            None if None in each else _mean([loss for loss in each if loss is not None])
+            None if None in each else sum(loss for loss in each if loss is not None) / len(each)
             for each in zip(*(rank.losses for rank in self.ranks), strict=False)
         ]
 
@@ -122,12 +122,6 @@ class Launch(BaseModel):
         """Return one of OVER_RANKS, None if it is unknown."""
         known = [value for rank in self.ranks if (value := getattr(rank, name)) is not None]
         return OVER_RANKS[name](known) if known else None
-
-
-def _mean(losses: Sequence[float]) -> float:
-    """Return the mean; NaN for infinities of both signs, for which fsum raises."""
-    total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
-    return total / len(losses)
 
 
 def foreign_cores_beside(ranks: Sequence[RankRecord]) -> float | None:
