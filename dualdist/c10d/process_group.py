@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -290,7 +291,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
                 raise UsageError(f"{op} of {flat.dtype}: expected whole numbers or bool")
             data = as_bytes(flat)
             rows = backend.allgather(data.view(1, -1), name)
-            return ConvertedWork(rows, lambda found: data.copy_(combined(found, BITWISE[op]).view(-1)))
+            return ConvertedWork(rows, lambda found: data.copy_(functools.reduce(BITWISE[op], found)))
         if op == Op.AVG:
             if not (flat.is_floating_point() or flat.is_complex()):
                 raise UsageError(f"the average of {flat.dtype} is not a {flat.dtype}: convert the tensor, or add")
@@ -435,14 +436,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     return plain(tensor).clone()
-
-
-def combined(rows: torch.Tensor, op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Reduce rows in rank order."""
-    total = rows[0]
-    for row in rows[1:]:
-        total = op(total, row)
-    return total
 
 
 def flattened(given: list[Any]) -> Tensors:

@@ -67,7 +67,6 @@ class Progress:
             self._failure = self._failure or error
 
     def add(self, work: GroupWork, *, in_background: bool) -> None:
-        """Add an operation that has begun."""
         is_first = not self._begun
         self._begun.append(work)
         if self._finisher == threading.get_ident():  # in a callback

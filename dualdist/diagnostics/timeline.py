@@ -170,7 +170,6 @@ class EventListener:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -210,7 +209,6 @@ def offset_between(least_ns: int, most_ns: int, at_ns: int) -> ClockOffset:
 
 
 def max_error_ns(offsets: Sequence[ClockOffset]) -> float:
-    """Return the largest error of the offsets."""
     return max((each.error_ns for each in offsets), default=0.0)
 
 
@@ -293,22 +291,16 @@ class TimelineWriter:
         try:
             self._write(own, self._events(), max_error_ns(self._offsets))
             if all(part.exists() for part in parts):
-                self._merge(parts)
+                with contextlib.suppress(FileNotFoundError):  # another rank merges them, too, into the same file
+                    events = [event for part in parts for event in json.loads(part.read_text())["traceEvents"]]
+                    self._write(self._path, events, max_error_ns(self._offsets))
+                    for part in parts:
+                        part.unlink(missing_ok=True)
                 return
             problem = f"the last rank to exit merges all parts into {self._path}"
         except OSError as error:
             problem = f"it cannot be written ({error.strerror})"
         print(f"dualdist: {own}: the ranks did not all call dd.shutdown(): {problem}", file=sys.stderr)
-
-    def _merge(self, parts: Sequence[Path]) -> None:
-        """Merge the parts and remove them; ranks that exit together may all do so, and write the same file."""
-        try:
-            events = [event for part in parts for event in json.loads(part.read_text())["traceEvents"]]
-        except FileNotFoundError:
-            return  # another rank has merged them
-        self._write(self._path, events, max_error_ns(self._offsets))
-        for part in parts:
-            part.unlink(missing_ok=True)
 
 
 def start_timeline(path: str, world: Group, number: int, about: str) -> TimelineWriter:

@@ -29,7 +29,6 @@ class TraceSpan:
 
 
 def process_name_event(pid: int, name: str) -> Event:
-    """Return the event that names a process."""
     return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
 
 

@@ -65,7 +65,6 @@ def diagnose(environ: Mapping[str, str], ranks: int | None = None) -> Diagnosis:
 def evaluate(
     detected: Topology | TopologyError, environ: Mapping[str, str], facts: InstallationFacts, ranks: int | None = None
 ) -> Diagnosis:
-    """Run all checks on the given facts."""
     topology = detected if isinstance(detected, Topology) else None
     backends = availability(facts.versions, facts.horovod)
     local_ranks = DEFAULT_RANKS if topology is None or topology.size == 1 else topology.local_size

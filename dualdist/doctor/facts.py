@@ -132,7 +132,6 @@ class InstallationFacts:
     core_built_for: tuple[str, ...] = ()
 
     def mpi_program(self, name: str = "mpirun") -> MpiProgram | None:
-        """Return the first program of this name on PATH."""
         return next((each for each in self.mpi_programs if each.program == name), None)
 
 
@@ -169,7 +168,6 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
 
 
 def collect_host_facts() -> HostFacts:
-    """Return the facts about this host and the limits of this process."""
     name = socket.gethostname()
     address = resolve(name)
     return HostFacts(

@@ -144,7 +144,6 @@ def connect(address: str, port: int) -> str:
 
 
 def handle(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reply to one request."""
     if request["request"] == "clock":
         return {"time": time.time()}
     with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
@@ -154,7 +153,6 @@ def handle(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Report this host, then serve requests."""
     servers = open_listeners()
     _reply({"facts": asdict(collect_host_facts()), "ports": [server.getsockname()[1] for server in servers]})
     for line in sys.stdin:

@@ -31,7 +31,6 @@ def run_cells(cells: Sequence[RunConfig], ranks: int, site: Site, log: Callable[
 
 
 def find(results: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield the failed cells."""
     for each in results:
         if each["problem"]:
             yield error(

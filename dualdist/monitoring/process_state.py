@@ -110,7 +110,6 @@ class ProcessIdentity:
 
 
 def current_process() -> ProcessIdentity:
-    """Return this process's identity."""
     pid = os.getpid()
     stat = _read_stat(pid)
     return ProcessIdentity(pid, stat[1] if stat else 0, _namespace("self"))

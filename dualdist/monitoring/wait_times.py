@@ -58,7 +58,6 @@ class WaitTimes:
         self._flags_s += time.monotonic() - since
 
     def record_gradient_reduction(self, since: float) -> None:
-        """Record a wait for a gradient reduction since `since`."""
         waited_s = time.monotonic() - since + self._flags_s
         self._flags_s = 0.0
         self.gradient_reductions.add(waited_s, waited_s)

@@ -19,7 +19,6 @@ RESTRICTS_GPUS = ("srun", "jsrun", "flux", "mpiexec")
 
 
 def find(context: DoctorContext) -> Iterator[Finding]:
-    """Yield problems of this host for the ranks on it."""
     yield from _check_gpus(context)
     size = context.local_ranks if context.topology is None else max(context.local_ranks, context.topology.size)
     yield from check_limits(context.facts.host, context.local_ranks, size)

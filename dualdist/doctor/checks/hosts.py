@@ -32,7 +32,6 @@ class HostReport:
 
 
 def find(reports: Sequence[HostReport]) -> Iterator[Finding]:
-    """Yield problems of these hosts for one job on all of them."""
     size = sum(report.slots for report in reports)
     for report in reports:
         if report.facts is None:

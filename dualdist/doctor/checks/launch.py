@@ -19,7 +19,6 @@ TASK_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL", "CUDA_VI
 
 
 def find(context: DoctorContext) -> Iterator[Finding]:
-    """Yield problems of the requested options and of a Slurm job."""
     yield from _check_choices(context)
     for problem in unknown_variables(context.environ):
         yield warning("variable-unknown", problem, "it changes nothing", "correct its name, or unset it")

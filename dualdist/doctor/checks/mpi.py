@@ -9,7 +9,6 @@ from dualdist.rendezvous.backend_selection import BACKEND
 
 
 def find(context: DoctorContext) -> Iterator[Finding]:
-    """Yield problems of MPI and of jobs that require it."""
     yield from _check_programs(context)
     yield from _check_mpi4py(context)
     yield from _check_requested(context)

@@ -17,7 +17,6 @@ OPENMPI_INTERFACES = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclud
 
 
 def find(context: DoctorContext) -> Iterator[Finding]:
-    """Yield problems of this host's network for this process's job."""
     yield from _check_interfaces(context)
     yield from check_hostname(context.facts.host, is_multi_node=context.is_multi_node)
     yield from _check_master(context)

@@ -20,7 +20,6 @@ UNPAIRED_TORCHVISION, UNPAIRED_TORCH = "0.29.1", 14
 
 
 def find(context: DoctorContext) -> Iterator[Finding]:
-    """Yield problems of Python, torch and torchvision."""
     yield from _check_python(context)
     probe, installed = context.facts.torch, context.facts.versions.get("torch")
     if installed is None:
