@@ -22,12 +22,16 @@ def rank(number: int, step_s: float, **changes: object) -> RankRecord:
     return RankRecord.model_validate(found | changes)
 
 
-def launch(contender: str, number: int, step_s: float, **changes: object) -> Launch:
-    """A launch of two ranks in the given round."""
-    ranks = [rank(0, step_s, **changes), rank(1, step_s / 2, **changes)]
-    return Launch(
-        contender=contender, label=contender, round=number, began=100.0, seconds=5.0, command="c", batch=16, ranks=ranks
-    )
+def launch(contender: str, number: int, step_s: float, ranks: int = 2, **changes: object) -> Launch:
+    """A launch in the given round; changes are of the launch or of its ranks."""
+    own = {name: changes.pop(name) for name in ("label", "seconds", "batch", "allreduce") if name in changes}
+    found = {"contender": contender, "label": contender, "round": number, "began": 100.0, "seconds": 5.0, "batch": 16}
+    records = [rank(min(1, each), step_s / (1 if each == 0 else 2), **changes) for each in range(ranks)]
+    return Launch(command="c", ranks=records, **found | own)
+
+
+def failed_launch(contender: str, number: int, error: str) -> Launch:
+    return Launch(contender=contender, label=contender, round=number, began=0, seconds=1, command="c", error=error)
 
 
 def launches(contender: str, steps_s: Sequence[float]) -> list[Launch]:

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from comparisons import launch
+from comparisons import failed_launch, launch
 
-from dualdist.bench.compare.launches import Launch
 from dualdist.bench.compare.metrics import summarize
 from dualdist.bench.compare.output import tables, write_csv, write_folder
 from dualdist.bench.compare.runner import Comparison, Contender, RefusedContender, UserScript, format_duration
@@ -54,7 +53,7 @@ def test_the_page_leads_with_the_verdict_and_says_in_words_what_its_plots_show(t
     gloo = replace(CONTENDER, config=RunConfig("native", "gloo", "torchrun"))
     timed = {"sizes": [{"bytes": n, "seconds": {"dualdist_": [4e-5], "raw_": [2e-4]}} for n in (8, 1 << 20)]}
     done = [
-        launch(each.key, number, step_s).model_copy(update={"label": each.label, "allreduce": timed})
+        launch(each.key, number, step_s, label=each.label, allreduce=timed)
         for number in range(6)
         for each, step_s in ((gloo, 0.2), (CONTENDER, 0.1))
     ]
@@ -100,9 +99,7 @@ def test_an_ordered_launch_is_short_and_differs_in_the_order_of_sums_only(is_scr
 
 
 def test_csv_includes_failed_launches_with_the_error_of_their_output(tmp_path: Path) -> None:
-    failed = Launch(
-        contender="x", label="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone"
-    )
+    failed = failed_launch("x", 1, "exit code 1\nOSError: gone")
     write_csv(tmp_path / "a.csv", [launch(CONTENDER.key, 0, 0.1), failed])
     with (tmp_path / "a.csv").open() as file:
         good, bad = csv.DictReader(file)

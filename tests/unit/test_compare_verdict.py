@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparisons import launch, launches, rank
+from comparisons import failed_launch, launch, launches, rank
 
 from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside
 from dualdist.bench.compare.metrics import ComparisonResult, summarize
@@ -144,14 +144,13 @@ def test_training_must_be_bit_identical_on_two_cpu_ranks_and_within_a_tolerance_
 LOSSES = json.loads(Path(__file__).with_name("recorded_losses.json").read_text())
 
 
-def on_four(contender: str, losses: list[float], **changes: object) -> Launch:
-    two = launch(contender, 0, 1.0, losses=losses, digest=contender, **changes)
-    return two.model_copy(update={"ranks": two.ranks * 2})
+def on_four(model: str, name: str, **changes: object) -> list[Launch]:
+    return [launch(name, 0, 1.0, ranks=4, losses=LOSSES[model][name], digest=name, **changes)]
 
 
 @pytest.mark.parametrize("model", LOSSES)
 def test_four_ranks_that_add_up_in_another_order_train_the_same_model(model: str) -> None:
-    found = check_equivalence({name: [on_four(name, LOSSES[model][name])] for name in ("seq", "pair")})
+    found = check_equivalence({name: on_four(model, name) for name in ("seq", "pair")})
     assert found.is_valid, found
     assert ("rounding has grown too far" in str(found)) is (model == "resnet18")
 
@@ -162,15 +161,14 @@ def test_four_ranks_that_add_up_in_another_order_train_the_same_model(model: str
     + [("mlp", "alone10", 12), ("resnet18", "alone10", 12)],
 )
 def test_four_ranks_that_train_another_model_are_found_out_at_once(model: str, name: str, step: int) -> None:
-    found = check_equivalence({each: [on_four(each, LOSSES[model][each])] for each in ("seq", name)})
+    found = check_equivalence({each: on_four(model, each) for each in ("seq", name)})
     assert f"{name} had a different loss at step {step} " in str(found)
 
 
 def test_scripts_have_a_tolerance_of_a_thousandth_and_infinite_losses_no_mean() -> None:
     """Launches of a script have no batch size."""
-    found = {name: on_four(name, LOSSES["resnet18"][name]) for name in ("seq", "lr0.99", "lr0.9")}
-    scripts = {name: [each.model_copy(update={"batch": None})] for name, each in found.items()}
-    assert check_equivalence({name: scripts[name] for name in ("seq", "lr0.99")}).is_valid
+    scripts = {name: on_four("resnet18", name, batch=None) for name in ("seq", "lr0.99")}
+    assert check_equivalence(scripts).is_valid
     far = [launch("b", 0, 1.0, device="H200", losses=[3.004, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0])]
     assert "step 1" in str(check_equivalence({"a": launches("a", [1.0] * 2), "b": far}))
     ranks = [launch("a", 0, 1.0, losses=[loss, 1.0]).first for loss in (math.inf, -math.inf)]
@@ -224,14 +222,12 @@ BASELINE = "a baseline adds in the order of its library"
 
 
 def on_three(contender: Contender, **changes: object) -> Launch:
-    found = launch(contender.key, 0, 1.0, **changes)
-    return found.model_copy(update={"label": contender.label, "ranks": [*found.ranks, found.ranks[1]]})
+    return launch(contender.key, 0, 1.0, ranks=3, label=contender.label, **changes)
 
 
 def check_failed(contender: Contender) -> Launch:
-    return failed_launch(
-        contender.key, 0, "exit code 1\ndualdist.errors.UsageError: reduction='ordered' with compression"
-    )
+    error = "dualdist.errors.UsageError: reduction='ordered' with compression"
+    return failed_launch(contender.key, 0, f"exit code 1\n{error}")
 
 
 def test_two_ranks_gpus_and_a_single_candidate_have_no_ordered_launches() -> None:
@@ -295,9 +291,8 @@ def test_a_contender_without_ordered_sums_is_not_checked_which_is_no_fault() -> 
 def test_metrics_follow_from_the_records_of_ranks() -> None:
     contender, none = Contender(DUALDIST, CONFIG), Contender("none", CONFIG)
     one = Contender("one", RunConfig("auto", None, "python"))
-    found = [launch(contender.key, number, 0.2) for number in range(6)]
-    found += [launch(none.key, number, 0.15) for number in range(6)]
-    found += [launch(one.key, number, 0.1) for number in range(6)]
+    steps_s = {contender: 0.2, none: 0.15, one: 0.1}
+    found = [launch(each.key, number, step_s) for each, step_s in steps_s.items() for number in range(6)]
     figures = {each.method: each for each in summarize([contender, one, none], [], found, "complete").contenders}
     ours = figures[DUALDIST]
     assert ours.step_s.value == pytest.approx(0.2)  # the slowest rank's
@@ -315,10 +310,8 @@ def test_metrics_follow_from_the_records_of_ranks() -> None:
 def test_a_launch_without_allreduce_timings_counts_without_bandwidth() -> None:
     contender = Contender(DUALDIST, CONFIG)
     timed = {"sizes": [{"bytes": 8, "seconds": {"dualdist_": [2.0], "raw_": [1.0]}}]}
-    swept, not_swept = (
-        launch(contender.key, number, 1.0).model_copy(update={"allreduce": allreduce})
-        for number, allreduce in enumerate([timed, {"unmeasured": "raw mpi4py is measured on CPU tensors only"}])
-    )
+    swept = launch(contender.key, 0, 1.0, allreduce=timed)
+    not_swept = launch(contender.key, 1, 1.0, allreduce={"unmeasured": "raw mpi4py is measured on CPU tensors only"})
     (found,) = summarize([contender], [], [not_swept, swept], "complete").contenders
     assert (found.launches, [point.seconds.value for point in found.bandwidth]) == (2, [2.0])
     (found,) = summarize([contender], [], [not_swept], "complete").contenders
@@ -335,10 +328,6 @@ def test_foreign_load_under_srun_is_the_maximum_over_nodes_of_the_ranks_readings
     assert foreign_cores_beside(ranks(0, 0, **seen | {"window_s": 0.5})) is None
     assert foreign_cores_beside([*ranks(0, **seen), rank(1, 0.1, window_s=None, machine_s=None, own_s=None)]) is None
     assert foreign_cores_beside(ranks(0, 0, **seen | {"machine_s": None})) is None
-
-
-def failed_launch(contender: str, number: int, error: str) -> Launch:
-    return Launch(contender=contender, label=contender, round=number, began=0, seconds=1, command="c", error=error)
 
 
 def test_every_contender_without_launches_is_listed_with_a_reason() -> None:
@@ -385,28 +374,32 @@ def test_the_order_of_rounds_is_random_by_seed_and_the_first_starts_with_the_can
 
 
 class Clock:
-    """A clock that advances by launches only."""
+    """A clock that advances by launches only, each of which takes `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        self.now, self.seconds, self.log = 0.0, seconds, list[tuple[str, int]]()
+        self.now, self.seconds = 0.0, seconds
 
-    def launch(self, contender: Contender, number: int) -> Launch:
-        self.now += self.seconds
-        self.log.append((contender.key, number))
-        return launch(contender.key, number, 0.1).model_copy(update={"seconds": self.seconds})
+    def schedule(
+        self, contenders: list[Contender], rounds: int, budget_s: float = 100.0, failing: Contender | None = None
+    ) -> LaunchSchedule:
+        def started(contender: Contender, number: int) -> Launch:
+            self.now += self.seconds
+            if contender == failing:
+                return failed_launch(contender.key, number, "no")
+            step_s = STEP_S.get(f"{contender.config.backend}-{contender.config.transport}", 0.1)
+            return launch(contender.key, number, step_s, seconds=self.seconds, label=contender.label)
 
-    def schedule(self, rounds: int) -> LaunchSchedule:
-        return LaunchSchedule(CONTENDERS, self.launch, rounds=rounds, budget_s=100.0, clock=lambda: self.now)
+        return LaunchSchedule(contenders, started, rounds=rounds, budget_s=budget_s, clock=lambda: self.now)
 
 
 def test_no_round_but_the_first_starts_that_would_exceed_the_budget() -> None:
     clock = Clock(5.0)
-    rounds = clock.schedule(9)
+    rounds = clock.schedule(CONTENDERS, 9)
     assert rounds.remaining_s() == 100.0  # all would take longer
     assert len(list(rounds)) == 18  # six rounds of 15 s
     assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s is spent; a round takes about 15 s")
     assert rounds.left_out == []
-    rounds = Clock(60.0).schedule(9)
+    rounds = Clock(60.0).schedule(CONTENDERS, 9)
     assert len(list(rounds)) == 2
     assert "is spent; a round takes about 120 s, more than the budget" in rounds.ended
 
@@ -438,13 +431,7 @@ def test_a_budget_too_small_for_all_measures_the_best_of_each_backend_in_full(
     budget_s: float, launches_of_each: list[int]
 ) -> None:
     clock = Clock(1.0)
-
-    def launched(contender: Contender, number: int) -> Launch:
-        clock.now += 1.0
-        step_s = STEP_S.get(f"{contender.config.backend}-{contender.config.transport}", 0.1)
-        return launch(contender.key, number, step_s).model_copy(update={"seconds": 1.0, "label": contender.label})
-
-    schedule = LaunchSchedule(MIXED, launched, rounds=6, budget_s=budget_s, clock=lambda: clock.now)
+    schedule = clock.schedule(MIXED, 6, budget_s)
     done = list(schedule)
     assert [sum(each.contender == contender.key for each in done) for contender in MIXED] == launches_of_each
     assert clock.now <= budget_s
@@ -462,23 +449,12 @@ def test_a_budget_too_small_for_all_measures_the_best_of_each_backend_in_full(
 
 
 def test_a_contender_that_failed_is_not_launched_again() -> None:
-    clock = Clock(1.0)
-
-    def failing(contender: Contender, number: int) -> Launch:
-        found = clock.launch(contender, number)
-        return found.model_copy(update={"error": "no"}) if contender == CONTENDERS[1] else found
-
-    assert len(list(LaunchSchedule(CONTENDERS, failing, rounds=3, budget_s=100.0, clock=lambda: clock.now))) == 7
+    assert len(list(Clock(1.0).schedule(CONTENDERS, 3, failing=CONTENDERS[1]))) == 7
 
 
 def test_ordered_launches_follow_the_rounds_once_and_the_budget_leaves_time_for_them() -> None:
-    def schedule(clock: Clock, budget_s: float) -> LaunchSchedule:
-        return LaunchSchedule(
-            [*CONTENDERS, *CHECKS], clock.launch, rounds=9, budget_s=budget_s, clock=lambda: clock.now
-        )
-
-    clock, names = Clock(6.0), [each.key for each in CHECKS]
-    rounds = schedule(clock, 143.0)
+    clock, names, both = Clock(6.0), [each.key for each in CHECKS], [*CONTENDERS, *CHECKS]
+    rounds = clock.schedule(both, 9, 143.0)
     assert len(rounds.remaining) == 30
     done = list(rounds)
     assert [each.contender for each in done[-3:]] == names
@@ -487,11 +463,11 @@ def test_ordered_launches_follow_the_rounds_once_and_the_budget_leaves_time_for_
     assert rounds.ended == "the budget of 143 s is spent; a round takes about 18 s"
     assert (rounds.left_out, rounds.enough) == ([], "--budget 3m")
     tight = Clock(6.0)
-    rounds = schedule(tight, 120.0)  # six rounds would fit without the checks
+    rounds = tight.schedule(both, 9, 120.0)  # six rounds would fit without the checks
     launched = [each.contender for each in rounds]
     (left,) = rounds.left_out
     assert launched[-2:] == [name for name in names if name != f"{left.key}-ordered"]
     assert tight.now <= 120.0
-    rounds = schedule(Clock(60.0), 100.0)
+    rounds = Clock(60.0).schedule(both, 9)
     assert [each.contender in names for each in rounds] == [False, False]
     assert "before" not in rounds.ended
