@@ -232,13 +232,6 @@ def test_invalid_options_are_refused_in_one_sentence(launch: Launch, words: tupl
     check_refused(launch, [*BENCH, *words], expected)
 
 
-@pytest.mark.smoke
-def test_a_job_that_exceeds_its_timeout_is_ended(launch: Launch) -> None:
-    outcome = launch([*BENCH, *QUICK_STEP, "--no-memory", "--backend", "native", "--timeout", "1"], check=False)
-    assert outcome.rc == 1
-    assert "was not done after 1 s and was ended" in outcome.stderr
-
-
 def test_results_are_reported_with_failures(launch: Launch, tmp_path: Path) -> None:
     words = ("--sizes", "8,64K", "--rounds", "2", "--launches", "2", "--block-s", "0.005", "--device", "cpu")
     file = tmp_path / "kept.json"

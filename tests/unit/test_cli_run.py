@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from dualdist.cli import main
-from dualdist.cli.run import program_words, shell_line, shell_lines
+from dualdist.cli.run import shell_line, shell_lines
 from dualdist.launch.env_defaults import allocated_tasks, cpus_per_task, default_launcher
 from dualdist.launch.job import Command, Site
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.ssh import start_peer
-
-FACE = ("-m", "dualdist.hvd")
-
 
 ALLOCATION = {"SLURM_JOB_ID": "17"}
 STEP = ALLOCATION | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
@@ -69,15 +66,6 @@ def test_an_allocation_says_how_many_tasks_were_asked_for_and_their_cores() -> N
     assert cpus_per_task(ALLOCATION, 4) is None
 
 
-def test_program_follows_the_face_and_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    words = ("train.py", "-m", "x")
-    for as_horovod, face in ((False, ()), (True, FACE)):
-        assert program_words(words, is_module=False, as_horovod=as_horovod) == (*face, *words)
-        assert program_words(words, is_module=True, as_horovod=as_horovod) == (*face, "-m", *words)
-
-
 def test_lines_can_be_pasted_into_a_shell() -> None:
     built = Command(("torchrun", "a script.py"), {"DUALDIST_BACKEND": "native", "A": "b c"})
     assert shlex.split(shell_line(built)) == ["env", "DUALDIST_BACKEND=native", "A=b c", "torchrun", "a script.py"]
@@ -115,25 +103,14 @@ def test_a_daemon_that_has_closed_its_output_gets_the_code_of_the_job(
 
 
 def test_dry_run_prints_the_command_on_stdout_and_verbose_the_choice_on_stderr(dualdist_run: DualdistRun) -> None:
-    words = (
-        "--verbose",
-        "-np",
-        "2",
-        "--backend",
-        "native",
-        "--as-horovod",
-        "--dry-run",
-        "train.py",
-        "-np",
-        "7",
-        "--dry-run",
-    )
+    program = ["-m", "package.train", "-np", "7", "--dry-run"]
+    words = ["--verbose", "-np", "2", "--backend", "native", "--as-horovod", "--dry-run", *program]
     code, out, err = dualdist_run(*words)
     assert code == 0
     variables, backend, torchrun, *rest = shlex.split(out)
     assert (variables, backend, os.path.basename(torchrun)) == ("env", "DUALDIST_BACKEND=native", "torchrun")
-    program = ["dualdist.launch.rank", *FACE, "train.py", "-np", "7", "--dry-run"]
-    assert rest[-10:] == ["--nproc-per-node=2", "-m", "--", *program]
+    expected = ["--nproc-per-node=2", "-m", "--", "dualdist.launch.rank", "-m", "dualdist.hvd", *program]
+    assert rest[-len(expected) :] == expected
     assert err == (
         "dualdist run: torchrun starts 2 rank(s), as no --launcher was given and this is no Slurm allocation "
         "(SLURM_JOB_ID is not set)\n"

@@ -27,9 +27,10 @@ def judged(**steps_s: list[float]) -> Verdict:
 
 
 def drawn(seed: int, runs: int, factor: float = 1.0, *, disturbed: float = 0.0) -> list[float]:
-    """Median steps of launches with 2% standard deviation; some are disturbed by 30%."""
+    """Median steps of launches with 2% standard deviation; some are disturbed by 30%, and each round has its load."""
     draw = random.Random(seed)
-    return [0.1 * factor * draw.gauss(1, 0.02) * (1.3 if draw.random() < disturbed else 1) for _ in range(runs)]
+    disturbance = [draw.gauss(1, 0.02) * (1.3 if draw.random() < disturbed else 1) for _ in range(runs)]
+    return [0.1 * factor * (1 + number % 3) * each for number, each in enumerate(disturbance)]
 
 
 @pytest.mark.parametrize(("runs", "disturbed"), [(6, 0.0), (7, 0.0), (9, 0.0), (9, 0.15), (15, 0.0)])
@@ -55,7 +56,7 @@ def test_the_best_of_five_equal_contenders_does_not_win() -> None:
     assert sum(each.kind == "faster" for each in found) <= 14
 
 
-def test_the_sentence_has_ratio_interval_and_number_of_launches_and_common_load_cancels() -> None:
+def test_the_sentence_has_ratio_interval_and_number_of_launches() -> None:
     found = judged(a=[1.31, 1.29, 1.30, 1.31, 1.36, 1.27, 1.33, 1.31, 1.31], b=[1.0] * 9)
     assert found.sentence == "b is 1.31x faster than a (95% interval 1.29 to 1.33, 9 launches each)"
     same = judged(a=[1.0, 1.01, 0.99] * 3, b=[1.0, 0.99, 1.01] * 3)
@@ -71,13 +72,6 @@ def test_the_sentence_has_ratio_interval_and_number_of_launches_and_common_load_
     assert judged(a=[1.0] * 6, b=[9.0] * 6).kind == "faster"
     assert 1 - 2 / 2**MIN_LAUNCHES > 0.95 > 1 - 2 / 2 ** (MIN_LAUNCHES - 1)
     assert judged().kind == "nothing"
-    load = [1.0, 1.9, 1.2, 1.6, 1.0, 2.0, 1.3, 1.8, 1.1]
-    slow, fast = drawn(1, 9, 1.05), drawn(2, 9)
-    found = judged(
-        slow=[a * b for a, b in zip(slow, load, strict=True)],
-        fast=[a * b for a, b in zip(fast, load, strict=True)],
-    )
-    assert (found.kind, found.winner) == ("faster", "fast")
 
 
 def test_contenders_are_compared_by_the_rounds_in_which_both_ran() -> None:
