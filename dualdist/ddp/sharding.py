@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,6 +31,7 @@ from dualdist.collectives.tensor_utils import map_nested
 from dualdist.ddp.adasum import closure_of
 from dualdist.ddp.bucket_plan import dense_strides
 from dualdist.errors import UsageError
+from dualdist.utils.optimizer_steps import count_running_steps
 from dualdist.utils.suggest import type_name
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ T = TypeVar("T")
 # Optimizers, by the names of their classes, whose step for one parameter depends on the others.
 MIXING = frozenset({"LBFGS", "SAM", "Lamb", "FusedLAMB", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"})
 REGISTER, STEP = "register_step_pre_hook", "step"
-STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 # Optimizers that treat each element separately: Note [cut parameters]; tests/unit/test_sharding.py compares the bits.
 # Classes derived from them may do something else in their steps.
@@ -265,7 +264,7 @@ class StateSharding:
 
     def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Give every rank the new parameters of all owners, unless this is the base class's step inside of a step."""
-        if _count_running_steps(optimizer) > 1:
+        if count_running_steps(optimizer) > 1:
             return
         self.end_step(optimizer)
         if self._reducer.group.size > 1:
@@ -428,12 +427,3 @@ def _cut(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]
             parts[-1].append(rest[:room])
             rest, room = rest[room:], max(0, room - len(rest))
     return parts
-
-
-def _count_running_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps of the optimizer are inside of each other, as one that calls its base class's."""
-    count, frame = 0, sys._getframe()
-    while frame is not None:
-        count += frame.f_code is STEP_WITH_HOOKS and frame.f_locals["self"] is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
-    return count

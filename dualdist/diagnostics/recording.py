@@ -23,6 +23,7 @@ import torch
 
 from dualdist.collectives.consistency import digest
 from dualdist.utils.machine import CpuUse, device_name, read_cpu, resident_kib
+from dualdist.utils.optimizer_steps import count_running_steps
 from dualdist.utils.output_file import write_atomically
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ class Recorder:
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     _reduction: str | None = None  # that the program asked for itself
     _sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int] = lambda _: 0
-    _depth: int = 0  # of nested step() calls
     _at_warm: tuple[int, CpuUse | None] = (0, None)
     _is_written: bool = False
 
@@ -150,7 +150,7 @@ class Recorder:
         self._wrap_backward()
         atexit.register(self.finish, os.getpid())
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
-        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        optimizer.register_step_post_hook(lambda *_: self._after_step(optimizer))
 
     def _wrap_backward(self) -> None:
         """Record every loss: Tensor.backward() calls torch.autograd.backward."""
@@ -165,13 +165,11 @@ class Recorder:
         torch.autograd.backward = recorded
 
     def _before_step(self) -> None:
-        self._depth += 1
         if not self._ends:
             self.start(self._parameters())
 
-    def _after_step(self) -> None:
-        self._depth -= 1
-        if self._depth:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if count_running_steps(optimizer) > 1:
             return
         total = sum((loss.float().reshape(()) for loss in self._pending), torch.zeros((), device=self.device))
         self.step(total if self._pending else None)

@@ -16,9 +16,8 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from dualdist.diagnostics.trace_format import (
     rank_events,
 )
 from dualdist.errors import DualdistError, UsageError
+from dualdist.utils.optimizer_steps import count_running_steps
 from dualdist.utils.output_file import find_write_problem, write_atomically
 from dualdist.utils.variables import TIMELINE
 from dualdist.version import __version__
@@ -81,17 +81,16 @@ class EventListener:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Record this optimizer's steps. The reducer's hook runs first, so a step starts with reduced gradients."""
-        began: list[tuple[FrameType, int]] = []  # the frame that called the hook, and when
+        start_ns = 0
 
         def before_step(*_: Any) -> None:
-            caller = sys._getframe(1)
-            active = set(_callers(caller))
-            began[:] = [each for each in began if each[0] in active]  # drops steps that raised
-            began.append((caller, time.monotonic_ns()))
+            nonlocal start_ns
+            if count_running_steps(optimizer) == 1:  # step() of a base class runs the hooks too
+                start_ns = time.monotonic_ns()
 
         def after_step(*_: Any) -> None:
-            start_ns, end_ns = began.pop()[1], time.monotonic_ns()
-            if began or not self._undo:  # step() of a base class runs the hooks too
+            end_ns = time.monotonic_ns()
+            if count_running_steps(optimizer) > 1 or not self._undo:
                 return
             name = type(optimizer).__name__
             self._keep(TraceSpan(COMPUTE, f"step {name}", start_ns, end_ns))
@@ -167,12 +166,6 @@ class EventListener:
 
         torch.autograd.backward = recorded
         return undo
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _chain(first: Callable[..., None] | None, second: Callable[..., None] | None) -> Callable[..., None] | None:

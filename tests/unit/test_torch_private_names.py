@@ -32,7 +32,7 @@ NAMES = {
         "backends/native/backend.py",
         "to share a program's store",
     ),
-    "torch.optim.Optimizer.profile_hook_step.__code__": ("ddp/sharding.py", "to see a step inside of another"),
+    "torch.optim.Optimizer.profile_hook_step.__code__": ("utils/optimizer_steps.py", "to see a step inside of another"),
     "torch.nn.modules.batchnorm._BatchNorm": ("ddp/sync_batch_norm.py", "to be a batch norm, as torch's own is"),
     "torch.utils.data._utils.worker": ("data/loader.py", "to hide a worker from the data set in it"),
 }
