@@ -139,11 +139,8 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             for each in refused:
                 print(f"dualdist compare: not {each.contender.label}: {error_summary(each.reason)}", file=sys.stderr)
-            for number in range(args.rounds):
-                for contender in schedule.remaining_in(number):
-                    print(comparison.plan_job(contender, number).command_line)
-            for check in schedule.remaining_checks(contenders):
-                print(comparison.plan_job(check, args.rounds - 1).command_line)
+            for contender, number in schedule.remaining:
+                print(comparison.plan_job(contender, number).command_line)
             return 0
         launches, code = _launch_all(schedule)
     left_out, enough = schedule.left_out, schedule.enough

@@ -63,16 +63,10 @@ def _run(words: list[str], *, is_module: bool) -> None:
             world.leave_to_launcher()
         raise
     finally:
-        _wait_for_gloo()
-
-
-def _wait_for_gloo() -> None:
-    """Let Gloo's threads free the tensors of the last collectives: at the interpreter's end that aborts the process.
-
-    DistributedDataParallel keeps the threads beyond destroy_process_group() (torch 2.13; pytorch pull request 179291).
-    """
-    if "torch.distributed" in sys.modules:
-        time.sleep(GLOO_S)
+        # Gloo's threads free the tensors of the last collectives: at the interpreter's end that aborts the process.
+        # DistributedDataParallel keeps them beyond destroy_process_group() (torch 2.13; pytorch pull request 179291).
+        if "torch.distributed" in sys.modules:
+            time.sleep(GLOO_S)
 
 
 def _become(words: list[str]) -> NoReturn:

@@ -148,8 +148,7 @@ class Comparison:
             report, options = own / "allreduce.json", self._train_options(contender, work)
             command = worker_command(contender.config, "train", options, report, settings)
             reports += [report] if options.sizes else []
-        tags = {"contender": contender, "folder": own}
-        return PlannedJob(f"round {number + 1}, {contender.label}", command, tuple(reports), tags)
+        return PlannedJob(f"round {number + 1}, {contender.label}", command, tuple(reports), {"folder": own})
 
     def _train_options(self, contender: Contender, work: TrainOptions) -> TrainOptions:
         """Return the options of one contender; allreduces are timed by candidates only."""
@@ -340,13 +339,15 @@ class LaunchSchedule:
         return [each for each in left if replace(each, is_ordered=False) in contenders]
 
     @property
-    def remaining(self) -> list[Contender]:
-        """Return all launches that are left without regard to the budget; a contender once per round."""
-        rounds = [contender for number in range(self.rounds) for contender in self.remaining_in(number)]
-        return rounds + self.remaining_checks(self._able())
+    def remaining(self) -> list[tuple[Contender, int]]:
+        """Return all launches that are left, with their rounds, without regard to the budget."""
+        rounds = [(contender, number) for number in range(self.rounds) for contender in self.remaining_in(number)]
+        return rounds + [(check, self.rounds - 1) for check in self.remaining_checks(self._able())]
 
     def remaining_s(self) -> float:
-        return max(0.0, min(self._estimate(self.remaining), self.budget_s - self.elapsed_s))
+        return max(
+            0.0, min(self._estimate([contender for contender, _ in self.remaining]), self.budget_s - self.elapsed_s)
+        )
 
     def _estimate(self, contenders: Sequence[Contender]) -> float:
         known = {key: median(each.seconds for each in found) for key, found in self._launches.items()}
