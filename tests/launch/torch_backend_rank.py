@@ -8,12 +8,12 @@ error of what the transport does not have, as send and recv on Horovod.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -341,9 +341,7 @@ def a_sharded_optimizer_and_a_checkpoint_work() -> None:
         assert torch.equal(expected.to_local(), found.to_local())
     dist.barrier()
     if me() == 0:
-        for path in Path(str(folder[0])).iterdir():
-            path.unlink()
-        Path(str(folder[0])).rmdir()
+        shutil.rmtree(str(folder[0]))
 
 
 @law
