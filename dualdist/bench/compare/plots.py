@@ -84,21 +84,22 @@ def draw_plots(result: ComparisonResult, launches: Launches) -> dict[str, Plot]:
 
 
 def _render(
-    title: str, subtitle: str, alt: str, height: float, draw: Callable[..., None], *data: Any, panels: int = 1
+    title: str, subtitle: str, alt: str, height: float, draw: Callable[[Any], None], legend_rows: int = 0
 ) -> Plot:
-    """Return a plot with axes of `height` inches in `panels` columns; pyplot's global state is not used."""
+    """Return a plot `height` inches high, of two panels if it has a legend; pyplot's global state is not used."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        legend, top = (LEGEND_ROW * len(data[0]), TOP + 0.2) if panels > 1 else (0.0, TOP)
+        legend, panels = LEGEND_ROW * legend_rows, 2 if legend_rows else 1
+        top = TOP + 0.2 * (panels - 1)
         whole = top + height + BOTTOM + legend
         figure = Figure(figsize=(WIDTH, whole))
         edges = {"left": LEFT / WIDTH, "right": 1 - RIGHT / WIDTH, "top": 1 - top / whole}
         axes = figure.subplots(1, panels, gridspec_kw={**edges, "bottom": (BOTTOM + legend) / whole, "wspace": 0.35})
         figure.text(LEFT / WIDTH, 1 - 0.3 / whole, title, weight="bold", size=13)
         figure.text(LEFT / WIDTH, 1 - 0.54 / whole, subtitle, color=SOFT, size=10)
-        draw(axes, *data)
+        draw(axes)
         if legend:
             place: Any = {"loc": "lower left", "bbox_to_anchor": (LEFT / WIDTH, 0.08 / whole), "borderaxespad": 0.0}
             figure.legend(*axes[0].get_legend_handles_labels(), **place, borderpad=0.0, handletextpad=0.5)
@@ -127,7 +128,7 @@ def _draw_steps(contenders: Sequence[ContenderMetrics], launches: Launches, colo
     most = max(float(numpy.quantile(each, SHOWN_QUANTILE)) for each in times)
     hidden = sum(step > most for each in times for step in each)
 
-    def draw(axes: Any, contenders: Sequence[ContenderMetrics]) -> None:
+    def draw(axes: Any) -> None:
         for contender, steps, position in zip(contenders, times, _label_rows(axes, contenders), strict=True):
             line: Any = {"color": colours[contender.key]}
             box = {"facecolor": colours[contender.key], "edgecolor": colours[contender.key], "alpha": 0.35}
@@ -143,7 +144,7 @@ def _draw_steps(contenders: Sequence[ContenderMetrics], launches: Launches, colo
 
     alt = "Step times: " + ", ".join(f"{each.label} {1e3 * each.step_s.value:.2f} ms" for each in contenders)
     subtitle = "box: quartiles of steps; whiskers: 5% and 95%; dots: each launch's median"
-    return _render("Step times", subtitle, alt, ROW * len(contenders), draw, contenders)
+    return _render("Step times", subtitle, alt, ROW * len(contenders), draw)
 
 
 def _draw_scaling(contenders: Sequence[ContenderMetrics], one_rank: float, colours: Mapping[str, str]) -> Plot:
@@ -152,7 +153,7 @@ def _draw_scaling(contenders: Sequence[ContenderMetrics], one_rank: float, colou
     ranks = len(contenders[0].samples_per_s_by_rank or ())
     shares = ["" if (e := each.scaling_efficiency) is None else f"{e.value:.0%}" for each in contenders]
 
-    def draw(axes: Any, contenders: Sequence[ContenderMetrics]) -> None:
+    def draw(axes: Any) -> None:
         rows = zip(contenders, rates, shares, _label_rows(axes, contenders), strict=True)
         for contender, rate, share, position in rows:
             axes.barh(position, rate.value, height=0.4, color=colours[contender.key], alpha=0.75)
@@ -169,7 +170,7 @@ def _draw_scaling(contenders: Sequence[ContenderMetrics], one_rank: float, colou
     alt = f"Samples per second on {ranks} ranks: {', '.join(shown)}; one rank alone: {one_rank:.0f}"
     line = "; line: 95% interval" if any(rate.low < rate.high for rate in rates) else ""
     subtitle = f"%: scaling efficiency against one rank{line}"
-    return _render("Scaling", subtitle, alt, ROW * len(contenders), draw, contenders)
+    return _render("Scaling", subtitle, alt, ROW * len(contenders), draw)
 
 
 def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str, str]) -> Plot:
@@ -177,7 +178,7 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
     points = contenders[0].bandwidth
     sizes = [[each.nbytes for each in points if (each.nbytes >= LARGE) is is_large] for is_large in (False, True)]
 
-    def draw(panels: Any, contenders: Sequence[ContenderMetrics]) -> None:
+    def draw(panels: Any) -> None:
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         for axes, shown, name in zip(panels, sizes, ("seconds", "bus_gb_s"), strict=True):
@@ -216,7 +217,7 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
     ends = f"{format_size(points[0].nbytes)} and {format_size(points[-1].nbytes)}"
     alt = f"Allreduce of {ends}: {'; '.join(map(describe, contenders))}"
     subtitle = "filled: dualdist; hollow: the raw library; line: spread over launches"
-    return _render("Allreduce", subtitle, alt, 2.6, draw, contenders, panels=2)
+    return _render("Allreduce", subtitle, alt, 2.6, draw, len(contenders))
 
 
 def _draw_losses(losses: Losses, colours: Mapping[str, str]) -> Plot:
@@ -228,7 +229,7 @@ def _draw_losses(losses: Losses, colours: Mapping[str, str]) -> Plot:
     same = f"the same to the last bit in all {len(losses)} contenders" if others else f"of {first.label}"
     difference = same if not differing else f"largest difference from {first.label}: {largest:.1g} of the loss"
 
-    def draw(panels: Any, *_: Any) -> None:
+    def draw(panels: Any) -> None:
         axes, *rest = panels if differing else [panels]
         axes.plot(range(1, len(expected) + 1), expected, color=colours[first.key], label=first.label)
         for contender in differing:
@@ -244,6 +245,4 @@ def _draw_losses(losses: Losses, colours: Mapping[str, str]) -> Plot:
             panel.set_xlabel("step, warm-up included")
 
     alt = f"Loss of {len(expected)} steps, from {expected[0]:.3g} to {expected[-1]:.3g}; {difference}"
-    return _render(
-        "Losses, mean over ranks", difference, alt, 2.6, draw, [first, *differing], panels=2 if differing else 1
-    )
+    return _render("Losses, mean over ranks", difference, alt, 2.6, draw, 1 + len(differing) if differing else 0)
