@@ -43,22 +43,10 @@ class LauncherVariables:
     num_nodes: str | None = None
 
     def given(self) -> tuple[str, ...]:
-        return tuple(name for name in self.by_field().values() if name is not None)
+        return tuple(self.by_field().values())
 
-    def by_field(self) -> dict[str, str | None]:
-        return {field: getattr(self, field) for field in FIELDS}
-
-
-@dataclass(frozen=True)
-class EnvValues:
-    """The values that variables give, None where there is no variable."""
-
-    rank: int
-    size: int
-    local_rank: int | None = None
-    local_size: int | None = None
-    node_rank: int | None = None
-    num_nodes: int | None = None
+    def by_field(self) -> dict[str, str]:
+        return {field: name for field in FIELDS if (name := getattr(self, field)) is not None}
 
 
 def get_value(environ: Mapping[str, str], name: str) -> str | None:
@@ -100,25 +88,21 @@ def require_all(environ: Mapping[str, str], variables: LauncherVariables, needed
         )
 
 
-def read_values(environ: Mapping[str, str], variables: LauncherVariables) -> EnvValues:
-    """Return the values of `variables`, checked; rank and size must be set."""
-    values = {
-        field: None if name is None else get_integer(environ, name) for field, name in variables.by_field().items()
-    }
-    rank, size = values.pop("rank"), values.pop("size")
-    assert rank is not None
-    assert size is not None
-    if size < 1:
-        raise TopologyError(f"{variables.size}={size}: a job has at least one rank; start with `{variables.command}`")
-    found = EnvValues(rank, size, **values)
-    for field, bound_field, first, rule in BOUNDS:
-        value, bound = getattr(found, field), getattr(found, bound_field)
-        if value is not None and bound is not None and not first <= value < first + bound:
+def read_values(environ: Mapping[str, str], variables: LauncherVariables) -> dict[str, int]:
+    """Return the values of those of `variables` that are set, by field, checked; rank and size must be set."""
+    names = variables.by_field()
+    values = {field: value for field, name in names.items() if (value := get_integer(environ, name)) is not None}
+    if values["size"] < 1:
+        raise TopologyError(
+            f"{variables.size}={values['size']}: a job has at least one rank; start with `{variables.command}`"
+        )
+    for field, bound, first, rule in BOUNDS:
+        if field in values and bound in values and not first <= values[field] < first + values[bound]:
             raise TopologyError(
-                f"{getattr(variables, field)}={value} but {getattr(variables, bound_field)}={bound}: {rule}; was this "
-                f"started with `{variables.command}`? Unset leftover variables, or set {OVERRIDE}"
+                f"{names[field]}={values[field]} but {names[bound]}={values[bound]}: {rule}; was this started with "
+                f"`{variables.command}`? Unset leftover variables, or set {OVERRIDE}"
             )
-    return found
+    return values
 
 
 def require_agreement(environ: Mapping[str, str], topology: Topology, other: LauncherVariables) -> None:
@@ -183,7 +167,7 @@ def read_topology(
     require_all(environ, variables, needed)
     values = read_values(environ, variables)
     main = get_main_address(environ, address) if address is not None else None
-    if main is None and rendezvous == "none" and values.size > 1 and get_value(environ, RENDEZVOUS) is None:
+    if main is None and rendezvous == "none" and values["size"] > 1 and get_value(environ, RENDEZVOUS) is None:
         names = address or MASTER
         missing = [name for name in names if get_value(environ, name) is None]
         raise TopologyError(
@@ -192,17 +176,17 @@ def read_topology(
         )
     local_rank, local_size = _infer_local(values, one_host=main is not None and main.is_loopback)
     node_rank, num_nodes = _infer_node(values, local_rank, local_size)
-    inferred = frozenset(field for field in FIELDS if getattr(values, field) is None)
-    if values.size == 1:
+    inferred = frozenset(FIELDS).difference(values)
+    if values["size"] == 1:
         inferred, rendezvous = frozenset(), "none"
     elif main is not None:
         rendezvous = "agent" if main.has_agent else "address"
-    if values.num_nodes == 1 or values.local_size == values.size:  # one node: these fields follow
+    if values.get("num_nodes") == 1 or values.get("local_size") == values["size"]:  # one node: these fields follow
         inferred -= {"local_size", "node_rank", "num_nodes"}
-    given = [(field, name) for field, name in variables.by_field().items() if name and get_value(environ, name)]
+    given = [(field, name) for field, name in variables.by_field().items() if field in values]
     return Topology(
-        rank=values.rank,
-        size=values.size,
+        rank=values["rank"],
+        size=values["size"],
         local_rank=local_rank,
         local_size=local_size,
         node_rank=node_rank,
@@ -218,28 +202,27 @@ def read_topology(
     )
 
 
-def _infer_local(values: EnvValues, *, one_host: bool) -> tuple[int, int]:
+def _infer_local(values: Mapping[str, int], *, one_host: bool) -> tuple[int, int]:
     """Return local rank and local size: as given, or as on one host, or as with ranks in blocks over the nodes."""
-    if values.local_rank is None and values.local_size is None and values.num_nodes is None:
-        return (values.rank, values.size) if one_host else (0, 1)  # one pod per rank, as in Kubernetes' PyTorchJob
-    local_size = values.local_size
-    if local_size is None:
-        least = 1 if values.local_rank is None else values.local_rank + 1
-        if values.num_nodes is not None:
-            local_size = max(least, -(-values.size // values.num_nodes))
-        else:
-            local_size = values.size if values.local_rank == values.rank else least
-    local_rank = values.rank % local_size if values.local_rank is None else values.local_rank
-    return local_rank, local_size
+    rank, size = values["rank"], values["size"]
+    if values.keys().isdisjoint(("local_rank", "local_size", "num_nodes")):
+        return (rank, size) if one_host else (0, 1)  # one pod per rank, as in Kubernetes' PyTorchJob
+    least = values.get("local_rank", 0) + 1
+    if "local_size" in values:
+        local_size = values["local_size"]
+    elif "num_nodes" in values:
+        local_size = max(least, -(-size // values["num_nodes"]))
+    else:
+        local_size = size if values["local_rank"] == rank else least
+    return values.get("local_rank", rank % local_size), local_size
 
 
-def _infer_node(values: EnvValues, local_rank: int, local_size: int) -> tuple[int, int]:
+def _infer_node(values: Mapping[str, int], local_rank: int, local_size: int) -> tuple[int, int]:
     """Return node rank and number of nodes: as given, or as with ranks placed by slot, else by node, else possible."""
-    least = 1 if values.node_rank is None else values.node_rank + 1
-    num_nodes = max(least, -(-values.size // local_size)) if values.num_nodes is None else values.num_nodes
-    if values.node_rank is not None:
-        return values.node_rank, num_nodes
-    by_slot = values.rank % local_size == local_rank
-    by_node = values.rank // num_nodes == local_rank
-    node_rank = values.rank % num_nodes if by_node and not by_slot else values.rank // local_size
+    rank, least = values["rank"], values.get("node_rank", 0) + 1
+    num_nodes = values.get("num_nodes", max(least, -(-values["size"] // local_size)))
+    if "node_rank" in values:
+        return values["node_rank"], num_nodes
+    by_slot, by_node = rank % local_size == local_rank, rank // num_nodes == local_rank
+    node_rank = rank % num_nodes if by_node and not by_slot else rank // local_size
     return min(node_rank, num_nodes - 1), num_nodes

@@ -56,8 +56,7 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
         _refuse_half_a_step(environ)
         return None
     require_all(environ, VARIABLES, (*find_present(environ, STEP_IDS)[:1], *NEEDED))
-    node = read_values(environ, VARIABLES).node_rank
-    assert node is not None
+    node = read_values(environ, VARIABLES)["node_rank"]
     tasks = f"{TASKS_PER_NODE}[{node}]"
     return read_topology(
         {**environ, tasks: str(_tasks_on_node(environ, node))},
