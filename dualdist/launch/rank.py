@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,14 +111,18 @@ class RankProcess:
             preexec_fn=processes.die_with_parent,
         )
         tag = f"[{label}] " if settings.has_tag else ""
-        has_console = log is None or settings.has_tag
-        os.close(stderr_writer)
-        console = 2 if has_console else None
-        self._stderr = self._relay(stderr, console, log, tag, self._on_stderr, framed=2 if has_frames else None)
+        logs, has_console = [] if log is None else [log], log is None or settings.has_tag
+        framed = 2 if has_frames else None
+        self._stderr = OutputRelay(
+            stderr, [*[2] * has_console, *logs], tag=tag, framed=framed, keep=TAIL, on_read=self._on_stderr
+        )
         self._relays = [self._stderr]
+        os.close(stderr_writer)
         if stdout is not None and stdout_writer is not None:
+            self._relays.append(OutputRelay(stdout, [*[1] * has_console, *logs], tag=tag))
             os.close(stdout_writer)
-            self._relays.append(self._relay(stdout, 1 if has_console else None, log, tag, lambda _: None))
+        for relay in self._relays:
+            self._selector.register(relay.source, selectors.EVENT_READ, relay)
         self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: self._forward(self._wakeup.recv(64)))
         if control is not None:
             self._selector.register(control, selectors.EVENT_READ, self._on_control)
@@ -159,21 +163,6 @@ class RankProcess:
 
     def _descendants(self) -> list[int]:
         return processes.find_marked(self._mark, below=os.getpid())
-
-    def _relay(
-        self,
-        source: int,
-        console: int | None,
-        log: int | None,
-        tag: str,
-        on_read: Callable[[bytes], object],
-        *,
-        framed: int | None = None,
-    ) -> OutputRelay:
-        targets = [target for target in (console, log) if target is not None]
-        relay = OutputRelay(source, targets, tag=tag, framed=framed, keep=TAIL, on_read=on_read)
-        self._selector.register(relay.source, selectors.EVENT_READ, relay)
-        return relay
 
     def _step(self, wait_s: float) -> None:
         if any(relay.has_partial_line for relay in self._relays):
