@@ -1,12 +1,11 @@
 """For tests of what goes wrong: a job that must end by itself, in time, with an error, and leave no process."""
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import pytest
-from faults.starts import LIMIT_S, Cell, parameters_of
-from harness.jobs import Launch, Outcome
+from faults.starts import Cell, parameters_of
+from harness.jobs import Launch
 
 
 def error_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
@@ -16,22 +15,6 @@ def error_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
     except kinds as error:
         return str(error) or "no text"
     return ""
-
-
-class Refuses(Protocol):
-    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Outcome: ...
-
-
-@pytest.fixture
-def refuses(launch: Launch) -> Refuses:
-    """Run argv and return the outcome; a success, a timeout or a process left behind fails the test."""
-
-    def run(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Outcome:
-        outcome = launch(argv, env=env, timeout_s=LIMIT_S, check=False)
-        assert outcome.rc != 0, str(outcome)
-        return outcome
-
-    return run
 
 
 @pytest.fixture

@@ -80,6 +80,13 @@ def rank_env(rank: int, size: int, port: int, address: str = LOOPBACK) -> dict[s
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port), **local}
 
 
+def refused(launch: Launch, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Outcome:
+    """Run a command that must fail in time and leave no process, and return its outcome."""
+    outcome = launch(argv, env=env, timeout_s=LIMIT_S, check=False)
+    assert outcome.rc != 0, str(outcome)
+    return outcome
+
+
 def fail_together(launch: Launch, argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[Outcome]:
     """Start a process per environment, each of which must fail in time and leave no process."""
     with ExitStack() as stack:

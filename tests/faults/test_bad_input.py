@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from faults.conftest import Refuses
-from faults.starts import LOOPBACK, RANK, assert_error, fail_together, rank_argv, rank_env
+from faults.starts import LOOPBACK, RANK, assert_error, fail_together, rank_argv, rank_env, refused
 from harness.jobs import Launch
 from harness.mpi import MPICH
 
@@ -48,9 +47,9 @@ def taken_port(request: pytest.FixtureRequest) -> Iterator[int]:
     ],
 )
 def test_an_address_that_cannot_be_reached_is_named(
-    refuses: Refuses, free_port: int, backend: str, address: str, words: tuple[str, ...]
+    launch: Launch, free_port: int, backend: str, address: str, words: tuple[str, ...]
 ) -> None:
-    outcome = refuses([*RANK, backend], env=rank_env(1, 2, free_port, address))
+    outcome = refused(launch, [*RANK, backend], env=rank_env(1, 2, free_port, address))
     where = address if address == ABSENT else f"{address}:{free_port}"
     assert_error(outcome, "RendezvousError", where, *words)
 
@@ -101,31 +100,29 @@ REFUSED: dict[str, tuple[list[str], str, tuple[str, ...]]] = {
 
 @pytest.mark.smoke("unknown backend")
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_backend_that_cannot_run_here_is_refused_with_a_reason(refuses: Refuses, case: str) -> None:
+def test_a_backend_that_cannot_run_here_is_refused_with_a_reason(launch: Launch, case: str) -> None:
     argv, transport, words = REFUSED[case]
-    assert_error(refuses(argv, env={"DUALDIST_TRANSPORT": transport} if transport else {}), *words)
+    assert_error(refused(launch, argv, env={"DUALDIST_TRANSPORT": transport} if transport else {}), *words)
 
 
-def test_horovod_for_another_torch_is_refused_with_the_command_that_installs_it(
-    refuses: Refuses, launch: Launch
-) -> None:
+def test_horovod_for_another_torch_is_refused_with_the_command_that_installs_it(launch: Launch) -> None:
     package = launch.directory / "horovod"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "metadata.json").write_text(json.dumps({"pytorch": "1.13.1"}))
     path = f"{launch.directory}:{launch.env['PYTHONPATH']}"
-    outcome = refuses([*RANK, "horovod"], env={"PYTHONPATH": path})
+    outcome = refused(launch, [*RANK, "horovod"], env={"PYTHONPATH": path})
     assert_error(outcome, "BackendUnavailableError", "1.13.1", "dualdist install-horovod --force")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
-def test_the_backend_mpi_is_refused_under_a_launcher_without_mpi(refuses: Refuses, launcher: str) -> None:
-    outcome = refuses(rank_argv(launcher, "mpi"))
+def test_the_backend_mpi_is_refused_under_a_launcher_without_mpi(launch: Launch, launcher: str) -> None:
+    outcome = refused(launch, rank_argv(launcher, "mpi"))
     assert "UnsupportedError" in outcome.stdout + outcome.stderr, str(outcome)
     assert f"MPI was not started by {launcher}: use mpirun" in outcome.stdout + outcome.stderr, str(outcome)
 
 
 @pytest.mark.parametrize("backend", ["native", "mpi"])
-def test_an_mpi4py_of_another_mpi_is_refused_with_both_sizes(refuses: Refuses, mpich: MPICH, backend: str) -> None:
-    outcome = refuses([*mpich.run(2), *RANK, backend])
+def test_an_mpi4py_of_another_mpi_is_refused_with_both_sizes(launch: Launch, mpich: MPICH, backend: str) -> None:
+    outcome = refused(launch, [*mpich.run(2), *RANK, backend])
     assert_error(outcome, "TopologyError", "of 2", "rank 0 of 1", "mpi4py")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from faults import rank
-from faults.conftest import Refuses
 from faults.starts import (
     LIMIT_S,
     RANK,
@@ -15,6 +14,7 @@ from faults.starts import (
     assert_memory_is_free,
     fail_together,
     rank_argv,
+    refused,
     with_small_memory,
 )
 from harness.effort import Effort
@@ -39,11 +39,9 @@ IN_CI = [
 @pytest.mark.smoke("mpirun-mpi-raises", "mpirun-native-is killed")
 @pytest.mark.parametrize("case", ["raises", "exits", "is killed"])
 @pytest.mark.parametrize(("launcher", "backend"), CELLS)
-def test_a_rank_that_ends_ends_the_job(
-    refuses: Refuses, launcher: str, backend: str, case: str, effort: Effort
-) -> None:
+def test_a_rank_that_ends_ends_the_job(launch: Launch, launcher: str, backend: str, case: str, effort: Effort) -> None:
     effort.require_long(unless=(launcher, backend, case) in IN_CI)
-    outcome = refuses(rank_argv(launcher, backend, case))
+    outcome = refused(launch, rank_argv(launcher, backend, case))
     if case == "raises":
         assert "this rank's own mistake" in outcome.stdout + outcome.stderr, str(outcome)
         if backend == "mpi":  # which ends the job at once
@@ -75,9 +73,9 @@ NOT_ARRIVED = {
         *(("is late", "horovod"), ("the first stops", "horovod"), ("joined", "horovod")),  # by the same code as native
     ],
 )
-def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuses, backend: str, case: str) -> None:
+def test_a_rank_that_does_not_arrive_is_named_with_the_operation(launch: Launch, backend: str, case: str) -> None:
     words, printed = NOT_ARRIVED[case]
-    outcome = refuses(rank_argv("mpirun", backend, case))  # torchrun waits for a stopped rank for 30 s
+    outcome = refused(launch, rank_argv("mpirun", backend, case))  # torchrun waits for a stopped rank for 30 s
     assert_error(outcome, "CollectiveTimeoutError", *words)
     assert printed in outcome.stderr, str(outcome)
 
@@ -91,10 +89,10 @@ def stack_line(words: str, function: str) -> str:
     return f'File "{RANK[-1]}", line {number}, in {function}'
 
 
-def test_every_rank_prints_who_is_late_and_where(refuses: Refuses, tmp_path: Path) -> None:
+def test_every_rank_prints_who_is_late_and_where(launch: Launch, tmp_path: Path) -> None:
     """Also a rank that would have waited longer when the launcher ends the job because of the first one's error."""
     run = [sys.executable, "-m", "dualdist", "run", "-np", "3", "--launcher", "mpirun"]
-    refuses([*run, "--log-dir", str(tmp_path / "logs"), RANK[-1], "horovod", "loops in a step"])
+    refused(launch, [*run, "--log-dir", str(tmp_path / "logs"), RANK[-1], "horovod", "loops in a step"])
     for number in range(3):
         log = (tmp_path / "logs" / f"rank-{number}.log").read_text()
         reports = [
@@ -107,9 +105,9 @@ def test_every_rank_prints_who_is_late_and_where(refuses: Refuses, tmp_path: Pat
         assert number or "dualdist.errors.CollectiveTimeoutError: reduction of gradients" in log
 
 
-def test_a_rank_that_holds_the_gil_is_described_from_outside(refuses: Refuses) -> None:
+def test_a_rank_that_holds_the_gil_is_described_from_outside(launch: Launch) -> None:
     argv = ["torchrun", "--standalone", "--nproc-per-node=4", RANK[-1], "native", "loops and holds the GIL"]
-    outcome = refuses(argv)
+    outcome = refused(launch, argv)
     reports = [line for line in outcome.stderr.splitlines() if f"gives up: {SUM} of float32(3,): " in line]
     words = (LATE, "no answer from rank 3: its process", BUSY, f"rank 1 did not arrive: {IN_PROGRAM}")
     assert any(all(word in line for word in words) for line in reports), str(outcome)
@@ -154,8 +152,8 @@ def test_a_program_may_end_without_shutdown(launch: Launch, effort: Effort) -> N
 
 
 @pytest.mark.parametrize(("case", "words"), [("to horovod", "DUALDIST_TRANSPORT=gloo"), ("to mpi", "new job")])
-def test_starting_mpi_again_is_refused(refuses: Refuses, case: str, words: str) -> None:
-    assert_error(refuses(rank_argv("mpirun", "native", case)), "UnsupportedError", "MPI was finished", words)
+def test_starting_mpi_again_is_refused(launch: Launch, case: str, words: str) -> None:
+    assert_error(refused(launch, rank_argv("mpirun", "native", case)), "UnsupportedError", "MPI was finished", words)
 
 
 @pytest.mark.parametrize("case", ["to native", "to horovod", "no shutdown"])
@@ -189,5 +187,5 @@ def test_collectives_work_with_a_full_dev_shm(launch: Launch) -> None:
 
 @pytest.mark.smoke("is killed")
 @pytest.mark.parametrize("case", ["is killed", "exits", "raises"])
-def test_ranks_that_end_leave_no_shared_memory(refuses: Refuses, case: str) -> None:
-    assert_memory_is_free(refuses(with_small_memory("1g", rank_argv("torchrun", "native", case))))
+def test_ranks_that_end_leave_no_shared_memory(launch: Launch, case: str) -> None:
+    assert_memory_is_free(refused(launch, with_small_memory("1g", rank_argv("torchrun", "native", case))))

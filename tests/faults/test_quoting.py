@@ -120,10 +120,9 @@ def test_no_secret_is_printed_by_other_commands(command: str, capfd: pytest.Capt
 
 @pytest.mark.smoke
 def test_the_list_of_running_commands_has_no_secrets(launch: Launch) -> None:
-    script = launch.directory / "hold.py"
-    script.write_text("import subprocess\nsubprocess.run(['sleep', '60', ])\n")
+    script = launch.write("hold.py", "import subprocess\nsubprocess.run(['sleep', '60', ])\n")
     argv = ["env", f"A_TOKEN={HUSH}", *RUN, "--launcher", "spawn", "--timeout", "2"]
-    given = ["--env", "A_TOKEN", str(script), f"PASSWORD={HUSH}"]
+    given = ["--env", "A_TOKEN", script, f"PASSWORD={HUSH}"]
     outcome = launch([*argv, *given], check=False)
     assert "still running: " in outcome.stderr
     assert HUSH not in outcome.stderr, str(outcome)
@@ -163,8 +162,8 @@ def check_script(
     variables = [word for name, value in {**given, **needs}.items() for word in ("--env", f"{name}={value}")]
     with_token = Launch({**launch.env, **NAMED, **SECRETS}, launch.directory)
     path = written(with_token, *options, *variables, "--env", "NAMED_TOKEN", program=(ECHO, *words(trap)))
-    assert HUSH not in path.read_text()
-    outcome = launch([*argv, str(path)], env={**AS_ROOT, **env, **NAMED})
+    assert HUSH not in Path(path).read_text()
+    outcome = launch([*argv, path], env={**AS_ROOT, **env, **NAMED})
     found = collect(reports, 2, outcome)
     check(found, words(trap), launch.directory)
     return found
@@ -201,9 +200,8 @@ def test_a_script_for_slurm_passes_words_unchanged(
 
 def test_a_script_for_pbs_passes_words_unchanged(launch: Launch, trap: Path) -> None:
     folder, first = launch.directory, stand_in(launch, "pbsdsh", PBSDSH)
-    (folder / "bin" / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()} node0 node1\n")
-    (folder / "nodes").write_text("a\nb\n")
-    env = {"PBS_NODEFILE": str(folder / "nodes"), "PBS_JOBID": "1.pbs", "PBS_O_WORKDIR": str(folder), **first}
+    launch.write("bin/hosts", f"127.0.0.1 localhost {socket.gethostname()} node0 node1\n")
+    env = {"PBS_NODEFILE": launch.write("nodes", "a\nb\n"), "PBS_JOBID": "1.pbs", "PBS_O_WORKDIR": str(folder), **first}
     check_script(launch, trap, "--scheduler", "pbs", "--nodes", "2", "--time", "1:00:00", *export_path(first), env=env)
 
 

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from harness.jobs import REPORT_DIR, report
@@ -26,8 +26,7 @@ SAMPLES = 96
 TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Hurt:
+class Hurt(NamedTuple):
     """Send `signal` to `rank` in `step`, after `share` of the time that a step takes."""
 
     rank: int
@@ -36,7 +35,7 @@ class Hurt:
     share: float
 
     def __str__(self) -> str:
-        return f"{self.rank}:{self.signal}:{self.step}:{self.share}"
+        return ":".join(map(str, self))
 
     @staticmethod
     def parse(words: str) -> Hurt:

@@ -137,6 +137,13 @@ class Launch:
     env: Mapping[str, str] = field(repr=False)
     directory: Path
 
+    def write(self, name: str, text: str) -> str:
+        """Write a file below the directory, and return its path."""
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return str(path)
+
     def start(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
         """Start a job with `env` added to the clean environment; the caller waits or uses `with`."""
         return Job(argv, env={**self.env, **(env or {})}, cwd=self.directory)

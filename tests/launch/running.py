@@ -19,7 +19,15 @@ from harness.slurm import eventually
 PROGRAM = str(Path(__file__).with_name("run_program.py"))
 TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
 RUN = (sys.executable, "-m", "dualdist", "run")
+EXEC = (sys.executable, "-m", "dualdist", "exec")
 TORCHRUN = ("torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+# What comes before a program on two ranks, by launcher.
+EXEC_STARTS: dict[str, Sequence[str]] = {
+    "torchrun": (*TORCHRUN, "-m", "dualdist", "exec"),
+    "horovodrun": ("horovodrun", "-np", "2", *EXEC),
+    "mpirun": (*mpi.OpenMPI("mpirun").run(2), *EXEC),
+    "mpich": (*mpi.MPICH(str(mpi.PYPIS_MPICH / "bin" / "mpiexec")).run(2), *EXEC),
+}
 LAUNCHERS = ("torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "spawn")
 AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -53,10 +61,24 @@ wait
 """
 
 
+def printed(launch: Launch, code: str) -> str:
+    """Return what Python prints for the code."""
+    return launch([sys.executable, "-c", code]).stdout.strip()
+
+
 def blocks(readme: Path, language: str = "") -> list[str]:
     """Return the fenced blocks of a README in a language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL)
     return [body for named, body in found if named == language]
+
+
+def sides(launch: Launch, diff: str, text: str = "{}") -> list[str]:
+    """Write the programs before and after a diff, put into the text, and return their paths."""
+    found = []
+    for sign, name in (("-", "before.py"), ("+", "after.py")):
+        lines = [line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", sign)]
+        found.append(launch.write(name, text.format("".join(lines))))
+    return found
 
 
 def commands(readme: Path, begin: str) -> list[list[str]]:
@@ -143,17 +165,15 @@ def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], **same:
 
 def stand_in(launch: Launch, name: str, text: str) -> dict[str, str]:
     """Write a program, and return a PATH on which it comes first."""
-    folder = launch.directory / "bin"
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{launch.env['PATH']}"}
+    path = Path(launch.write(f"bin/{name}", text))
+    path.chmod(0o755)
+    return {"PATH": f"{path.parent}:{launch.env['PATH']}"}
 
 
-def written(launch: Launch, *options: str, program: Sequence[str]) -> Path:
-    """Return the job script that `dualdist run --write` writes."""
-    path = launch.directory / "job.sh"
-    launch([*RUN, *options, "--write", str(path), *program])
+def written(launch: Launch, *options: str, program: Sequence[str]) -> str:
+    """Return the path of the job script that `dualdist run --write` writes."""
+    path = str(launch.directory / "job.sh")
+    launch([*RUN, *options, "--write", path, *program])
     return path
 
 

@@ -84,8 +84,7 @@ if __name__ == "__main__":
 
 
 def test_main_runs_under_spawn_and_one_rank_fetches_data_for_its_node(launch: Launch) -> None:
-    program = launch.directory / "program.py"
-    program.write_text(PROGRAM)
-    outcome = launch((sys.executable, str(program), str(EXAMPLES)))
+    program = launch.write("program.py", PROGRAM)
+    outcome = launch((sys.executable, program, str(EXAMPLES)))
     each = (["fetched-by-0"], "spawn", 2, "native")
     assert str([each, each]) in outcome.stdout

@@ -13,7 +13,7 @@ from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.pages import Block, find_blocks, find_commands
 from harness.slurm import Slurm
-from launch.running import AS_ROOT, TORCHRUN
+from launch.running import AS_ROOT, TORCHRUN, sides
 from launch.test_readme import STARTS as README_STARTS
 
 PROGRAM = str(Path(__file__).with_name("docs_program.py"))
@@ -47,35 +47,23 @@ def alone(block: Block) -> bool:
 
 def test_the_programs_of_the_manual_run_on_two_ranks(launch: Launch) -> None:
     blocks = [(str(block), block.text) for block in PYTHON if not alone(block)]
-    listed = launch.directory / "blocks.json"
-    listed.write_text(json.dumps(blocks))
-    printed = launch([*TORCHRUN, PROGRAM, str(listed)], timeout_s=280).stdout
+    listed = launch.write("blocks.json", json.dumps(blocks))
+    printed = launch([*TORCHRUN, PROGRAM, listed], timeout_s=280).stdout
     # Two ranks may write at once: line ends come last.
     assert [where for where, _ in blocks if printed.count(f"ran {where}.") != 2] == [], printed
 
 
 @pytest.mark.parametrize("block", [*filter(alone, PYTHON)], ids=str)
 def test_a_program_of_its_own_prints_what_it_says(launch: Launch, block: Block) -> None:
-    path = launch.directory / "program.py"
-    path.write_text(block.text)
-    assert launch([sys.executable, str(path)]).stdout.strip() == block.text.rstrip().rpartition("# ")[2]
-
-
-def sides(launch: Launch, block: Block) -> list[Path]:
-    """Return the two programs of a diff."""
-    found = []
-    for sign, name in (("-", "before.py"), ("+", "after.py")):
-        lines = block.text.splitlines(keepends=True)
-        found.append(launch.directory / name)
-        found[-1].write_text("".join(line[1:] for line in lines if line[0] in (" ", sign)))
-    return found
+    path = launch.write("program.py", block.text)
+    assert launch([sys.executable, path]).stdout.strip() == block.text.rstrip().rpartition("# ")[2]
 
 
 def test_a_ddp_script_trains_the_same_model_before_and_after_migration(launch: Launch) -> None:
     (block,) = (block for block in find_blocks("diff") if block.page == "from-ddp.md")
     models = []
-    for path in sides(launch, block):
-        launch([*TORCHRUN, str(path)])
+    for path in sides(launch, block.text):
+        launch([*TORCHRUN, path])
         models.append(torch.load(launch.directory / "model.pt", weights_only=True))
     before, after = models
     assert before.keys() == after.keys() == {"weight", "bias"}
@@ -84,8 +72,8 @@ def test_a_ddp_script_trains_the_same_model_before_and_after_migration(launch: L
 
 def test_a_script_for_one_process_trains_on_one_rank_and_on_two(launch: Launch) -> None:
     (block,) = (block for block in find_blocks("diff") if block.page == "from-one-process.md")
-    before, after = sides(launch, block)
-    for argv in ([sys.executable, str(before)], [sys.executable, str(after)], [*TORCHRUN, str(after)]):
+    before, after = sides(launch, block.text)
+    for argv in ([sys.executable, before], [sys.executable, after], [*TORCHRUN, after]):
         printed = launch(argv).stdout
         assert re.findall(r"^epoch (\d): loss \d", printed, re.MULTILINE) == ["0", "1", "2"], printed
 

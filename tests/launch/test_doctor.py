@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import sys
-import venv
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from harness import mpi
 from harness.hosts import ADDRESSES, SSHD_OPTIONS, Hosts
-from harness.installed import lack
+from harness.installed import environment, lack
 from harness.jobs import Job, Launch, Outcome
 from harness.slurm import Slurm
 from launch.running import stand_in
@@ -78,33 +77,27 @@ def test_an_mpirun_of_another_mpi_on_path(launch: Launch, mpich: mpi.MPICH, open
     assert "Horovod was built with Open MPI 4" in findings["horovod-other-mpi"]["message"]
 
 
-def packages(folder: Path, **named: tuple[str, str, str]) -> str:
-    """Create packages with these versions, requirements and contents; return their folder for PYTHONPATH."""
-    for name, (version, needs, content) in named.items():
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").write_text(content)
-        about = folder / f"{name}-{version}.dist-info"
-        about.mkdir()
-        needed = f"Requires-Dist: {needs}\n" if needs else ""
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
-    return str(folder)
+def package(launch: Launch, folder: str, name: str, version: str, content: str = "", needs: str = "") -> dict[str, str]:
+    """Write a package, and return the PYTHONPATH on which it comes first."""
+    launch.write(f"{folder}/{name}/__init__.py", content)
+    needed = f"Requires-Dist: {needs}\n" if needs else ""
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}"
+    launch.write(f"{folder}/{name}-{version}.dist-info/METADATA", about)
+    return {"PYTHONPATH": f"{launch.directory / folder}:{launch.env['PYTHONPATH']}"}
 
 
 def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: Launch) -> None:
     """The doctor itself needs neither."""
     broken = "raise ImportError('libcudart.so.12: cannot open shared object file')"
-    path = packages(launch.directory / "a", torch=("2.13.0+cu126", "", broken))
-    findings = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
+    findings = ask(launch, env=package(launch, "a", "torch", "2.13.0+cu126", broken))
     assert "libcudart.so.12: cannot open shared object" in findings["torch-broken"]["message"]
     assert findings["torch-broken"]["level"] == "error"
     assert "horovod-other-torch" in findings
-    path = packages(launch.directory / "b", torchvision=("0.24.0", "torch==2.9.0", ""))
-    findings = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
+    findings = ask(launch, env=package(launch, "b", "torchvision", "0.24.0", needs="torch==2.9.0"))
     assert "torchvision 0.24.0 is built for torch 2.9.0" in findings["torchvision-other-torch"]["message"]
     assert "--no-deps" in findings["torchvision-other-torch"]["fix"]
-    path = packages(launch.directory / "c", torchvision=("0.28.0", "", ""))
-    (launch.directory / "c" / "torchvision" / "_C.so").write_text("not a library")
-    assert "torchvision-operators" in ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
+    launch.write("c/torchvision/_C.so", "not a library")
+    assert "torchvision-operators" in ask(launch, env=package(launch, "c", "torchvision", "0.28.0"))
 
 
 FOREIGN_HOROVOD = """
@@ -115,8 +108,8 @@ torch = sys.modules["horovod.torch"] = types.SimpleNamespace(**built)
 
 
 def test_a_foreign_horovod_is_imported_for_its_build_options(launch: Launch) -> None:
-    path = packages(launch.directory / "a", horovod=("0.28.1", "", FOREIGN_HOROVOD))
-    outcome = launch([*DOCTOR, "--json", "-"], env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"}, check=False)
+    env = package(launch, "a", "horovod", "0.28.1", FOREIGN_HOROVOD)
+    outcome = launch([*DOCTOR, "--json", "-"], env=env, check=False)
     horovod = json.loads(outcome.stdout)["backends"]["horovod"]
     assert (horovod["gloo"], horovod["mpi"], horovod["nccl"]) == (False, True, "21805"), str(outcome)
     assert "horovod-without-gloo" in found(outcome)
@@ -139,21 +132,6 @@ def test_a_python_without_packages(launch: Launch) -> None:
     assert json.loads(outcome.stdout)["backends"]["native"]["available"] is False
 
 
-@contextmanager
-def environment_without(name: str, folder: Path) -> Iterator[Path]:
-    """Create a virtual environment with all packages of this one but `name`."""
-    site = Path(distribution(name).locate_file(""))
-    seen = folder / "seen"
-    seen.mkdir(parents=True)
-    for each in site.iterdir():
-        if not each.name.startswith((name, "__editable__", "dualdist")):
-            (seen / each.name).symlink_to(each)
-    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder / "env")
-    (library,) = (folder / "env" / "lib").glob("python*/site-packages")
-    (library / "others.pth").write_text(f"{seen}\n")
-    yield folder / "env" / "bin" / "python"
-
-
 def wheel_of(name: str, folder: Path) -> None:
     """Build a wheel of the installed package from the files in its RECORD."""
     package = distribution(name)
@@ -173,12 +151,12 @@ def test_fix_installs_a_missing_package_with_yes(launch: Launch) -> None:
     env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels, "PIP_CONFIG_FILE": os.devnull, "DUALDIST_BACKEND": "mpi"}
     ranks = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
     env |= {f"OMPI_COMM_WORLD_{name}": value for name, value in ranks.items()}
-    with environment_without("mpi4py", launch.directory) as python:
-        doctor = [str(python), *DOCTOR[1:], "--fix", "--json", "-"]
-        outcome = launch(doctor, env=env, check=False)
-        assert found(outcome)["mpi4py-missing"]["level"] == "error"
-        assert "-m pip install mpi4py ? [skipped: stdin is not a terminal" in outcome.stderr
-        outcome = launch([*doctor, "--yes"], env=env, check=False)
+    python = environment(launch.directory / "env", without=["mpi4py"])
+    doctor = [str(python), *DOCTOR[1:], "--fix", "--json", "-"]
+    outcome = launch(doctor, env=env, check=False)
+    assert found(outcome)["mpi4py-missing"]["level"] == "error"
+    assert "-m pip install mpi4py ? [skipped: stdin is not a terminal" in outcome.stderr
+    outcome = launch([*doctor, "--yes"], env=env, check=False)
     assert "mpi4py-missing" not in found(outcome), str(outcome)
     assert "done: " in outcome.stderr
     assert json.loads(outcome.stdout)["backends"]["mpi"]["available"]
@@ -300,7 +278,7 @@ def clock_ahead(launch: Launch, two_hosts: Hosts) -> Iterator[dict[str, str]]:
     compiler = shutil.which("gcc", path=launch.env["PATH"]) or shutil.which("cc", path=launch.env["PATH"])
     if compiler is None:
         lack("gcc", "gcc")
-    (launch.directory / "shim.c").write_text(SHIM)
+    launch.write("shim.c", SHIM)
     shim = launch.directory / "shim.so"
     launch([compiler, "-shared", "-fPIC", "-o", str(shim), "shim.c"])
     home = Path(two_hosts.env["PATH"].partition(":")[0]).parent
@@ -310,7 +288,7 @@ def clock_ahead(launch: Launch, two_hosts: Hosts) -> Iterator[dict[str, str]]:
     sshd = shutil.which("sshd", path=launch.env["PATH"])
     assert sshd is not None
     config = f"Host hostb\n Port 2222\nHost *\n{(home / 'ssh_config').read_text()}"
-    (launch.directory / "ssh_config").write_text(config)
+    launch.write("ssh_config", config)
     ssh = f'#!/bin/sh\nexec {shutil.which("ssh")} -F {launch.directory}/ssh_config "$@"\n'
     env = {**two_hosts.env, **stand_in(launch, "ssh", ssh)}
     with Job(two_hosts.on(1, sshd, *words), env=two_hosts.env, cwd=launch.directory, grace_s=0) as daemon:
@@ -328,9 +306,8 @@ def batch(slurm: Slurm, launch: Launch, options: tuple[str, ...], *before: str) 
     """Return the doctor's findings in a batch script, started after each of these words."""
     files = [launch.directory / f"report-{number}.json" for number in range(len(before))]
     lines = [f"{words} {shlex.join([*BARE_DOCTOR, str(file)])}" for words, file in zip(before, files, strict=True)]
-    path = launch.directory / "batch.sh"
-    path.write_text("\n".join(["#!/bin/sh", *lines, "exit 0", ""]))
-    launch([*slurm.sbatch(*options), str(path)], env=slurm.env)
+    path = launch.write("batch.sh", "\n".join(["#!/bin/sh", *lines, "exit 0", ""]))
+    launch([*slurm.sbatch(*options), path], env=slurm.env)
     return [{each["name"]: each for each in json.loads(file.read_text())["findings"]} for file in files]
 
 
@@ -354,8 +331,7 @@ def test_an_srun_without_pmix(slurm: Slurm, launch: Launch) -> None:
     for plugin in Path(line.partition("=")[2].strip()).iterdir():
         if not plugin.name.startswith(("mpi_pmix", "mpi_cray")):
             (folder / plugin.name).symlink_to(plugin)
-    own = launch.directory / "slurm.conf"
-    own.write_text(f"{Path(slurm.env['SLURM_CONF']).read_text()}PluginDir={folder}\n")
+    own = launch.write("slurm.conf", f"{Path(slurm.env['SLURM_CONF']).read_text()}PluginDir={folder}\n")
     for conf, backend, level in ((own, "native", "info"), (own, "mpi", "error"), (slurm.env["SLURM_CONF"], "mpi", "")):
         env = {**slurm.env, "SLURM_CONF": str(conf), "DUALDIST_BACKEND": backend}
         report = json.loads(launch([*BARE_DOCTOR, "-"], env=env, check=False).stdout)

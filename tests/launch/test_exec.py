@@ -1,7 +1,6 @@
 """Programs of torch.distributed and MPI, as they are, under `dualdist exec` and `dualdist run` by every launcher."""
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 import torch
 from harness.hosts import Hosts
 from harness.jobs import REPORT_DIR, Launch, Outcome
-from harness.mpi import MPICH, PYPIS_MPICH, OpenMPI, of_pypis_mpich
+from harness.mpi import OpenMPI, of_pypis_mpich
 from harness.slurm import Slurm
-from launch.running import AS_ROOT, LAUNCHERS, RUN, TORCHRUN, collected
+from launch.running import AS_ROOT, EXEC, EXEC_STARTS, LAUNCHERS, RUN, collected
 from launch.torch_program import STEPS, ToyModel
 
 PROGRAM = str(Path(__file__).with_name("torch_program.py"))
-EXEC = (sys.executable, "-m", "dualdist", "exec")
 # DDP and FSDP2 add in float32, in an order of their own.
 TOLERANCE = 1e-5
 
@@ -52,23 +50,10 @@ def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], kinds: 
             )
 
 
-@pytest.fixture
-def pypis_mpich() -> MPICH:
-    return MPICH(str(PYPIS_MPICH / "bin" / "mpiexec"))
-
-
 @pytest.mark.smoke("mpirun")
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun", "mpich"])
-def test_ddp_and_fsdp_train_under_every_launcher(
-    launch: Launch, openmpi: OpenMPI, pypis_mpich: MPICH, launcher: str
-) -> None:
-    start = {
-        "torchrun": [*TORCHRUN, "-m", "dualdist", "exec"],
-        "horovodrun": ["horovodrun", "-np", "2", *EXEC],
-        "mpirun": [*openmpi.run(2), *EXEC],
-        "mpich": [*pypis_mpich.run(2), *EXEC],
-    }[launcher]
-    check(launch.reports([*start, PROGRAM, "fsdp"], 2), (2,), ("ddp", "fsdp"))
+@pytest.mark.parametrize("launcher", EXEC_STARTS)
+def test_ddp_and_fsdp_train_under_every_launcher(launch: Launch, launcher: str) -> None:
+    check(launch.reports([*EXEC_STARTS[launcher], PROGRAM, "fsdp"], 2), (2,), ("ddp", "fsdp"))
 
 
 @pytest.mark.smoke("none-1+1")
@@ -88,9 +73,9 @@ def test_ddp_trains_under_srun(
 
 
 def test_mpirun_on_the_nodes_of_an_allocation_meets_through_mpi(slurm: Slurm, openmpi: OpenMPI, launch: Launch) -> None:
-    batch = launch.directory / "batch.sh"
-    batch.write_text(f"#!/bin/sh\n{shlex.join([*openmpi.run(2, '--map-by', 'node'), *EXEC, PROGRAM])}\n")
-    check(launch.reports([*slurm.sbatch("-N2", "-n2"), str(batch)], 2, env=slurm.env), (1, 1))
+    line = shlex.join([*openmpi.run(2, "--map-by", "node"), *EXEC, PROGRAM])
+    batch = launch.write("batch.sh", f"#!/bin/sh\n{line}\n")
+    check(launch.reports([*slurm.sbatch("-N2", "-n2"), batch], 2, env=slurm.env), (1, 1))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -111,11 +96,9 @@ def test_dualdist_run_starts_it_on_two_hosts(launch: Launch, two_hosts: Hosts, l
 USES_MPI = "from mpi4py import MPI; import os; print(MPI.COMM_WORLD.allreduce(1), os.environ['WORLD_SIZE'])"
 
 
-@pytest.mark.parametrize("whose", ["openmpi", "mpich"])
-def test_mpi_is_left_to_the_program(launch: Launch, openmpi: OpenMPI, pypis_mpich: MPICH, whose: str) -> None:
-    start = openmpi.run(2) if whose == "openmpi" else pypis_mpich.run(2)
-    (launch.directory / "own.py").write_text(USES_MPI)
-    outcome = launch([*start, *EXEC, "own.py"], env=of_pypis_mpich() if whose == "mpich" else {})
+@pytest.mark.parametrize(("launcher", "env"), [("mpirun", {}), ("mpich", of_pypis_mpich())])
+def test_mpi_is_left_to_the_program(launch: Launch, launcher: str, env: Mapping[str, str]) -> None:
+    outcome = launch([*EXEC_STARTS[launcher], launch.write("own.py", USES_MPI)], env=env)
     assert "".join(outcome.stdout.split()) == "2222"  # lines of two ranks may mix
 
 
@@ -128,17 +111,16 @@ dist.all_gather([torch.ones(1) for _ in range(2)], torch.ones(1))
 """
 
 
-def test_a_rank_that_ends_right_after_a_collective_is_not_aborted(launch: Launch, openmpi: OpenMPI) -> None:
-    (launch.directory / "hurries.py").write_text(HURRIES)
+def test_a_rank_that_ends_right_after_a_collective_is_not_aborted(launch: Launch) -> None:
+    program = launch.write("hurries.py", HURRIES)
     for _ in range(3):
-        launch([*openmpi.run(2), *EXEC, "hurries.py"])
+        launch([*EXEC_STARTS["mpirun"], program])
 
 
 ENDS = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(3)\ntime.sleep(100)\n"
 
 
-def test_an_exit_code_ends_the_job_as_without_exec(launch: Launch, openmpi: OpenMPI) -> None:
-    (launch.directory / "ends.py").write_text(ENDS)
-    assert launch([*openmpi.run(2), *EXEC, "ends.py"], check=False).rc == 3
-    outcome = launch([*openmpi.run(2), *EXEC, "--", "sh", "-c", "exit $((RANK * 5))"], check=False)
+def test_an_exit_code_ends_the_job_as_without_exec(launch: Launch) -> None:
+    assert launch([*EXEC_STARTS["mpirun"], launch.write("ends.py", ENDS)], check=False).rc == 3
+    outcome = launch([*EXEC_STARTS["mpirun"], "--", "sh", "-c", "exit $((RANK * 5))"], check=False)
     assert outcome.rc == 5, str(outcome)

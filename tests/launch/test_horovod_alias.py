@@ -1,15 +1,14 @@
 """`python -m dualdist.hvd`: Horovod's module names import dualdist.hvd, and programs run as under plain python."""
 
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
+from harness.jobs import Launch
+from launch.running import EXEC, printed
 
 pytestmark = pytest.mark.smoke
 HVD = (sys.executable, "-m", "dualdist.hvd")
-EXEC = (sys.executable, "-m", "dualdist", "exec")
 # Hides the installed Horovod.
 NOT_INSTALLED = """\
 import sys
@@ -22,37 +21,9 @@ sys.meta_path.insert(0, Hidden())
 INSTALL = "from dualdist.hvd.alias import TABLE, install; install()\n"
 
 
-class Python:
-    """Runs programs in a folder and a clean environment."""
-
-    def __init__(self, env: Mapping[str, str], folder: Path) -> None:
-        self.env = dict(env)
-        self.folder = folder
-
-    def __call__(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(argv, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120)
-
-    def code(self, code: str) -> str:
-        """Run the code, and return what it printed."""
-        done = self(sys.executable, "-c", code)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def write(self, name: str, text: str) -> str:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return name
-
-
-@pytest.fixture
-def python(base_env: Mapping[str, str], tmp_path: Path) -> Python:
-    return Python(base_env, tmp_path)
-
-
 @pytest.mark.smoke("without one")
 @pytest.mark.parametrize("place", ["", NOT_INSTALLED], ids=["beside a real Horovod", "without one"])
-def test_horovod_names_are_our_modules_themselves(python: Python, place: str) -> None:
+def test_horovod_names_are_our_modules_themselves(launch: Launch, place: str) -> None:
     code = f"""{place}{INSTALL}
 import importlib
 for name, ours in TABLE.items():
@@ -80,14 +51,14 @@ seen = []
 in_thread(seen.append, ("x",)).join()
 print(seen)
 """
-    assert python.code(code) == "['x']"
+    assert printed(launch, code) == "['x']"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tensorflow", "keras.callbacks", "mxnet", "spark.torch", "ray"])
-def test_modules_of_other_frameworks_are_refused_with_the_reason(python: Python, name: str) -> None:
-    done = python(sys.executable, "-c", f"{INSTALL}import horovod.{name}")
-    assert done.returncode == 1
+def test_modules_of_other_frameworks_are_refused_with_the_reason(launch: Launch, name: str) -> None:
+    done = launch([sys.executable, "-c", f"{INSTALL}import horovod.{name}"], check=False)
+    assert done.rc == 1
     framework = name.split(".")[0]
     assert (
         f"No module named 'horovod.{framework}': here 'horovod' is dualdist, which has horovod.torch only"
@@ -96,7 +67,7 @@ def test_modules_of_other_frameworks_are_refused_with_the_reason(python: Python,
 
 
 @pytest.mark.full
-def test_an_unknown_name_is_an_import_error(python: Python) -> None:
+def test_an_unknown_name_is_an_import_error(launch: Launch) -> None:
     """Also the name of a file of ours that Horovod does not have."""
     code = f"""{NOT_INSTALLED}{INSTALL}
 import importlib
@@ -106,7 +77,7 @@ for name in ("horovod.torch.running", "horovod.runner.http.http_server"):
     except ImportError as error:
         print(error)
 """
-    lines = python.code(code).splitlines()
+    lines = printed(launch, code).splitlines()
     assert [line.split(": ", 1)[0] for line in lines] == [
         "No module named 'horovod.torch.running'",
         "No module named 'horovod.runner.http'",
@@ -115,7 +86,7 @@ for name in ("horovod.torch.running", "horovod.runner.http.http_server"):
 
 
 @pytest.mark.full
-def test_other_names_come_from_the_installed_horovod(python: Python) -> None:
+def test_other_names_come_from_the_installed_horovod(launch: Launch) -> None:
     """Also after a second install(), which changes nothing."""
     code = f"""import sys
 {INSTALL}
@@ -133,12 +104,12 @@ assert server is real and server.__spec__.name == "horovod.runner.http.http_serv
 assert horovod.torch is dualdist.hvd
 print(hosts.parse_hosts("a:2")[0].slots)
 """
-    assert python.code(code) == "2"
+    assert printed(launch, code) == "2"
 
 
 @pytest.mark.smoke("fresh")
 @pytest.mark.parametrize("first", ["", "import horovod.torch as early\n"], ids=["fresh", "imported before the alias"])
-def test_the_real_horovod_is_found_in_its_block_only_and_loaded_once(python: Python, first: str) -> None:
+def test_the_real_horovod_is_found_in_its_block_only_and_loaded_once(launch: Launch, first: str) -> None:
     code = f"""{first}{INSTALL}
 import sys, horovod.torch as ours
 from dualdist.utils.horovod_names import real_horovod
@@ -164,13 +135,13 @@ import horovod.torch.mpi_ops
 assert horovod.torch is ours and horovod.torch.mpi_ops is not real.mpi_ops and load() is real
 print(real.is_initialized())
 """
-    assert python.code(code) == "False"
+    assert printed(launch, code) == "False"
 
 
 @pytest.mark.full
-def test_the_build_record_of_the_real_horovod_is_read_under_the_alias(python: Python) -> None:
+def test_the_build_record_of_the_real_horovod_is_read_under_the_alias(launch: Launch) -> None:
     ask = "from dualdist.horovod_build.record import read_record; print(read_record())"
-    assert python.code(f"{INSTALL}{ask}") == python.code(ask) != "None"
+    assert printed(launch, f"{INSTALL}{ask}") == printed(launch, ask) != "None"
 
 
 SHOW = """\
@@ -191,26 +162,24 @@ PROGRAMS: dict[str, Sequence[str]] = {
 
 @pytest.mark.smoke("script")
 @pytest.mark.parametrize("words", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_a_program_sees_what_it_sees_under_plain_python(python: Python, words: Sequence[str]) -> None:
+def test_a_program_sees_what_it_sees_under_plain_python(launch: Launch, words: Sequence[str]) -> None:
     for name in ("show.py", "folder/show.py", "package/show.py", "package/__main__.py"):
-        python.write(name, SHOW)
-    python.write("package/__init__.py", "")
+        launch.write(name, SHOW)
+    launch.write("package/__init__.py", "")
     options = [word for word in words if word == "-P"]
     if options and sys.version_info < (3, 11):
         pytest.skip("python has -P since 3.11")
     rest = words[len(options) :]
-    plain = python(sys.executable, *options, *rest)
-    ours = python(sys.executable, *options, "-m", "dualdist.hvd", *rest)
-    assert plain.returncode == 0, plain.stderr
-    assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr
-    assert not (python.folder / "__pycache__" / f"show.{sys.implementation.cache_tag}.pyc").exists() or "-m" in words
+    plain = launch([sys.executable, *options, *rest])
+    assert launch([sys.executable, *options, "-m", "dualdist.hvd", *rest]).stdout == plain.stdout
+    assert not (launch.directory / "__pycache__" / f"show.{sys.implementation.cache_tag}.pyc").exists() or "-m" in words
 
 
 @pytest.mark.full
-def test_packages_of_a_module_import_dualdist_hvd(python: Python) -> None:
-    python.write("package/__init__.py", "import horovod.torch as hvd")
-    python.write("package/train.py", "from package import hvd; print(hvd.__name__)")
-    assert python(*HVD, "-m", "package.train").stdout == "dualdist.hvd\n"
+def test_packages_of_a_module_import_dualdist_hvd(launch: Launch) -> None:
+    launch.write("package/__init__.py", "import horovod.torch as hvd")
+    launch.write("package/train.py", "from package import hvd; print(hvd.__name__)")
+    assert launch([*HVD, "-m", "package.train"]).stdout == "dualdist.hvd\n"
 
 
 ENDINGS = {
@@ -234,11 +203,11 @@ ENDINGS = {
 @pytest.mark.full
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS.keys())
 @pytest.mark.parametrize("run", [HVD, EXEC], ids=["hvd", "exec"])
-def test_a_program_ends_as_it_does_under_plain_python(python: Python, run: Sequence[str], text: str) -> None:
+def test_a_program_ends_as_it_does_under_plain_python(launch: Launch, run: Sequence[str], text: str) -> None:
     """The same output, traceback without our frames, and exit code."""
-    script = python.write("script.py", text)
-    plain, ours = python(sys.executable, script), python(*run, script)
-    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    script = launch.write("script.py", text)
+    plain, ours = launch([sys.executable, script], check=False), launch([*run, script], check=False)
+    assert (ours.rc, ours.stdout, ours.stderr) == (plain.rc, plain.stdout, plain.stderr)
 
 
 @pytest.mark.full
@@ -253,17 +222,17 @@ def test_a_program_ends_as_it_does_under_plain_python(python: Python, run: Seque
         ((".",), 2, "there is no file"),
     ],
 )
-def test_a_missing_program_is_named(python: Python, words: Sequence[str], code: int, error: str) -> None:
-    done = python(*HVD, *words)
-    assert done.returncode == code
+def test_a_missing_program_is_named(launch: Launch, words: Sequence[str], code: int, error: str) -> None:
+    done = launch([*HVD, *words], check=False)
+    assert done.rc == code
     assert error in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.full
-def test_child_processes_of_a_program_import_dualdist_hvd(python: Python) -> None:
+def test_child_processes_of_a_program_import_dualdist_hvd(launch: Launch) -> None:
     """As the workers of a DataLoader in Horovod's examples: by forkserver, which imports the script again."""
-    script = python.write(
+    script = launch.write(
         "script.py",
         """\
 import multiprocessing, sys
@@ -277,16 +246,14 @@ if __name__ == "__main__":
             print(method, *pool.map(name, [0]))
 """,
     )
-    done = python(*HVD, script)
-    assert done.returncode == 0, done.stderr
     expected = [f"{method} ('dualdist.hvd', '0.28.1')" for method in ("fork", "forkserver", "spawn")]
-    assert done.stdout.splitlines() == expected
+    assert launch([*HVD, script]).stdout.splitlines() == expected
 
 
 @pytest.mark.full
-def test_a_child_process_can_import_the_real_horovod_first(python: Python) -> None:
+def test_a_child_process_can_import_the_real_horovod_first(launch: Launch) -> None:
     """As a rank of horovod.run, which gets its function by pickle, and whose backend imports the real Horovod."""
-    python.write(
+    launch.write(
         "child.py",
         """\
 from dualdist.utils.horovod_names import installed_alias, real_horovod
@@ -299,7 +266,7 @@ def both(_):
     return "site-packages" in real, horovod.torch.__name__
 """,
     )
-    script = python.write(
+    script = launch.write(
         "script.py",
         """\
 import multiprocessing, child
@@ -308,5 +275,4 @@ if __name__ == "__main__":
         print(*pool.map(child.both, [0]))
 """,
     )
-    done = python(*HVD, script)
-    assert done.stdout == "(True, 'dualdist.hvd')\n", done.stderr
+    assert launch([*HVD, script]).stdout == "(True, 'dualdist.hvd')\n"

@@ -45,6 +45,7 @@ from dualdist.launch.schedulers import HOST_KEY, MPI_HOSTFILE, SSH_KEY, SSH_KEYS
         ("torchrun", 1, 2, "native", "shm"),
         ("mpirun", 2, 2, "native", "gloo"),
         ("mpirun", 2, 1, "horovod", "mpi"),
+        ("mpirun", 2, 1, "mpi", "mpi"),
         ("horovodrun", 1, 2, "horovod", "gloo"),
     ],
 )
@@ -54,7 +55,7 @@ def test_sbatch_runs_the_written_script(
     asked = ("--scheduler", "slurm", "--nodes", str(nodes), "--tasks-per-node", str(tasks), "--time", "0:05:00")
     path = written(launch, *asked, "--launcher", launcher, "--backend", backend, program=(TINY_RANK, backend))
     env = {**slurm.env, **AS_ROOT, "DUALDIST_TRANSPORT": transport}
-    reports = launch.reports([*slurm.sbatch(), str(path)], nodes * tasks, env=env)
+    reports = launch.reports([*slurm.sbatch(), path], nodes * tasks, env=env)
     check(reports, (tasks,) * nodes, launcher=launcher, backend=backend, transport=transport)
 
 
@@ -85,7 +86,7 @@ def test_tasks_get_the_requested_cores_and_gpus(slurm: Slurm, launch: Launch, gp
     asked = ("--scheduler", "slurm", "--tasks-per-node", "2", "--cpus-per-task", "2", gpus, count, "--memory", "1G")
     names = "SRUN_CPUS_PER_TASK,OMP_NUM_THREADS,CUDA_VISIBLE_DEVICES"
     path = written(launch, *asked, "--partition", "all", "--account", "me", program=(TINY_RANK, "native", names))
-    reports = launch.reports([*slurm.sbatch(), str(path)], 2, env=slurm.env)
+    reports = launch.reports([*slurm.sbatch(), path], 2, env=slurm.env)
     for report, visible in zip(reports, seen, strict=True):
         assert report["variables"] == {
             "SRUN_CPUS_PER_TASK": "2",
@@ -99,20 +100,18 @@ def test_a_pbs_script_starts_one_agent_a_host(launch: Launch, lines: str) -> Non
     """The nodefile has a line a node (PBS Pro) or a line a core (Torque)."""
     if os.geteuid() != 0:
         pytest.skip("host names of their own need root")
-    nodefile, hosts = launch.directory / "nodes", lines.split()
-    nodefile.write_text("\n".join([*hosts, ""]))
-    env = {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "1.pbs", "PBS_O_WORKDIR": str(launch.directory)}
+    hosts = lines.split()
+    nodefile = launch.write("nodes", "\n".join([*hosts, ""]))
+    env = {"PBS_NODEFILE": nodefile, "PBS_JOBID": "1.pbs", "PBS_O_WORKDIR": str(launch.directory)}
     env |= stand_in(launch, "pbsdsh", PBSDSH)
     names = ["localhost", socket.gethostname(), *(f"node{index}" for index in range(len(hosts)))]
-    (launch.directory / "bin" / "hosts").write_text(f"127.0.0.1 {' '.join(names)}\n")
+    launch.write("bin/hosts", f"127.0.0.1 {' '.join(names)}\n")
 
     def run(reports: Mapping[str, str]) -> Outcome:
         needs = {"PATH": env["PATH"], "PYTHONPATH": launch.env["PYTHONPATH"], **reports}
         setup = [word for name, value in needs.items() for word in ("--setup", f"export {name}={shlex.quote(value)}")]
         asked = ("--scheduler", "pbs", "--nodes", "2", "--tasks-per-node", "2", "--time", "1:00:00")
-        return launch(
-            ["bash", str(written(launch, *asked, *setup, program=(TINY_RANK, "native", "PBS_NODENUM")))], env=env
-        )
+        return launch(["bash", written(launch, *asked, *setup, program=(TINY_RANK, "native", "PBS_NODENUM"))], env=env)
 
     nodes = len(set(hosts))
     reports = collected(launch, 2 * nodes, run)
@@ -124,12 +123,12 @@ def test_a_pbs_script_starts_one_agent_a_host(launch: Launch, lines: str) -> Non
 def test_an_lsf_script_gives_jsrun_a_resource_set_a_rank(launch: Launch) -> None:
     path = written(launch, "--scheduler", "lsf", "--tasks-per-node", "2", program=(TINY_RANK, "native"))
     env = {"LS_SUBCWD": str(launch.directory), "LSB_JOBID": "7", **stand_in(launch, "jsrun", JSRUN)}
-    check(launch.reports(["bash", str(path)], 2, env=env), (2,), launcher="jsrun", backend="native")
+    check(launch.reports(["bash", path], 2, env=env), (2,), launcher="jsrun", backend="native")
 
 
 def test_a_workstation_script_trains(launch: Launch) -> None:
     path = written(launch, "--scheduler", "workstation", "-np", "2", program=(TINY_RANK, "native"))
-    check(launch.reports(["bash", str(path)], 2), (2,), launcher="torchrun", backend="native", transport="shm")
+    check(launch.reports(["bash", path], 2), (2,), launcher="torchrun", backend="native", transport="shm")
 
 
 def train_on_hosts(
@@ -144,7 +143,7 @@ def train_on_hosts(
         words = [word for name, value in needs.items() for word in ("--env", f"{name}={value}")]
         options = (*asked, "--launcher", launcher, "--backend", backend, *words, *setup)
         path = written(launch, *options, program=(TINY_RANK, backend))
-        return launch(two_hosts.on(0, "bash", str(path)), env={**two_hosts.env, **AS_ROOT, **AWAY, **env})
+        return launch(two_hosts.on(0, "bash", path), env={**two_hosts.env, **AS_ROOT, **AWAY, **env})
 
     check(collected(launch, 4, run), (2, 2), launcher=launcher, backend=backend)
 
@@ -157,9 +156,8 @@ def test_hosts_by_ssh_train_together(launch: Launch, two_hosts: Hosts, launcher:
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_hosts_of_a_nodefile_train_together(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     """As PBS runs the script after qsub, but for the nodefile and PBS's variables."""
-    nodefile = launch.directory / "nodes"
-    nodefile.write_text("hosta\nhosta\nhostb\nhostb\n")
-    env = {"PBS_NODEFILE": str(nodefile), "PBS_O_WORKDIR": str(launch.directory), "PBS_JOBID": "1"}
+    nodefile = launch.write("nodes", "hosta\nhosta\nhostb\nhostb\n")
+    env = {"PBS_NODEFILE": nodefile, "PBS_O_WORKDIR": str(launch.directory), "PBS_JOBID": "1"}
     asked = ("--scheduler", "pbs", "--nodes", "2", "--tasks-per-node", "2")
     train_on_hosts(launch, two_hosts, launcher, asked, env)
 
@@ -232,7 +230,7 @@ def written_train_job(launch: Launch, launcher: str, reports: Mapping[str, str])
     words = [word for name, value in needs.items() for word in ("--env", f"{name}={value}")]
     asked = ("--launcher", launcher, "--nodes", "2", "--tasks-per-node", "2", "--container", "image", *words)
     path = written(launch, "--scheduler", "kubernetes", "--kubeflow", "v2", *asked, program=(TINY_RANK, "native"))
-    return path.read_text()
+    return Path(path).read_text()
 
 
 def test_a_train_job_starts_torchrun_in_each_pod(launch: Launch, two_hosts: Hosts) -> None:
@@ -253,18 +251,14 @@ def test_a_train_job_starts_torchrun_in_each_pod(launch: Launch, two_hosts: Host
 
 def test_a_train_job_starts_mpi_between_its_pods(launch: Launch, two_hosts: Hosts) -> None:
     """There is no Kubernetes here: hosts take the places of pods, and files those that Trainer's MPI plugin mounts."""
-    keys, hostfile = launch.directory / "keys", launch.directory / "hostfile"
+    keys = launch.directory / "keys"
     keys.mkdir()
     launch(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-N", "", "-f", str(keys / "id_rsa")])
     (keys / "id_rsa").chmod(0o640)
     (keys / "authorized_keys").write_bytes((keys / "id_rsa.pub").read_bytes())
-    hostfile.write_text("hosta slots=2\nhostb slots=2\n")
-    places = {
-        SSH_KEYS: keys,
-        MPI_HOSTFILE: hostfile,
-        SSH_KEY: launch.directory / "key",
-        HOST_KEY: launch.directory / "host",
-    }
+    hostfile = launch.write("hostfile", "hosta slots=2\nhostb slots=2\n")
+    places = {SSH_KEYS: keys, MPI_HOSTFILE: hostfile}
+    places |= {SSH_KEY: launch.directory / "key", HOST_KEY: launch.directory / "host"}
 
     def run(reports: Mapping[str, str]) -> Outcome:
         text = written_train_job(launch, "mpirun", reports)

@@ -1,13 +1,10 @@
 """A loader's workers ignore preemption signals and end with their rank; processes that they start do not."""
 
 import signal
-import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
-import psutil
 import pytest
+from harness.jobs import Job, Launch
 
 pytestmark = pytest.mark.smoke
 PROGRAM = """
@@ -79,7 +76,6 @@ def main(start, handles):
         other.terminate()
         other.join(20)
         assert other.exitcode == -signal.SIGTERM, other.exitcode
-    print("PID", pids[1], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -116,35 +112,24 @@ print([batch.tolist() for batch in dd.loader(Data(), 1, sampler=sampler, num_wor
 """
 
 
-def run(folder: Path, env: Mapping[str, str], *args: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
-    path = folder / "program.py"
-    path.write_text(program)
-    argv = [sys.executable, str(path), *args]
-    return subprocess.run(argv, env=dict(env), capture_output=True, text=True, timeout=100, check=False)
-
-
 @pytest.mark.smoke("fork")
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
-def test_workers_ignore_preemption_signals_and_end_with_their_rank(
-    tmp_path: Path, base_env: Mapping[str, str], start: str
-) -> None:
+def test_workers_ignore_preemption_signals_and_end_with_their_rank(launch: Launch, start: str) -> None:
     """From their start, whether or not the program has called should_stop() before."""
-    done = run(tmp_path, base_env, start, "no")
-    word, pid = done.stdout.split() or [""] * 2
-    assert (done.returncode, word) == (-signal.SIGKILL, "PID"), done.stdout + done.stderr
-    assert sorted(tmp_path.glob("began.*")) == [tmp_path / "began.0", tmp_path / "began.1"]  # by worker_init_fn
-    left = [psutil.Process(int(pid))] if psutil.pid_exists(int(pid)) else []
-    assert not psutil.wait_procs(left, timeout=15)[1]
+    argv = [sys.executable, launch.write("program.py", PROGRAM), start, "no"]
+    with Job(argv, env=launch.env, cwd=launch.directory, grace_s=15) as job:
+        outcome = job.wait(100)
+    assert (outcome.rc, outcome.left) == (-signal.SIGKILL, ()), str(outcome)
+    assert sorted(path.name for path in launch.directory.glob("began.*")) == ["began.0", "began.1"]  # by worker_init_fn
 
 
 @pytest.mark.full
-def test_workers_keep_the_programs_signal_handler(tmp_path: Path, base_env: Mapping[str, str]) -> None:
-    done = run(tmp_path, base_env, "fork", "yes")
-    assert done.returncode
-    assert "killed by signal: Terminated" in done.stderr
+def test_workers_keep_the_programs_signal_handler(launch: Launch) -> None:
+    outcome = launch([sys.executable, launch.write("program.py", PROGRAM), "fork", "yes"], check=False)
+    assert outcome.rc
+    assert "killed by signal: Terminated" in outcome.stderr
 
 
-def test_processes_that_a_worker_starts_end_by_a_signal(tmp_path: Path, base_env: Mapping[str, str]) -> None:
+def test_processes_that_a_worker_starts_end_by_a_signal(launch: Launch) -> None:
     """Blocked signals are inherited by programs that a process starts or forks."""
-    done = run(tmp_path, base_env, program=STARTS)
-    assert done.stdout == "[[True], [True]]\n", done.stdout + done.stderr
+    assert launch([sys.executable, launch.write("program.py", STARTS)]).stdout == "[[True], [True]]\n"

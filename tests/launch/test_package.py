@@ -4,10 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import threading
-import venv
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -17,24 +15,13 @@ from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
-from harness.installed import lack
+from harness.installed import environment, lack
 from launch.running import blocks
 
 from dualdist.version import __version__
 
 LIMIT_S = 600  # the sdist may compile its extension on busy cores
 SDIST, WHEEL = f"dualdist-{__version__}.tar.gz", f"dualdist-{__version__}-py3-none-any.whl"
-
-
-def environment(folder: Path, *, without: Sequence[str]) -> Path:
-    """Make a virtual environment of this one's packages, as no network brings torch; return its Python."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    here = Path(sysconfig.get_path("purelib"))
-    there = folder / here.relative_to(sys.prefix)
-    for entry in here.iterdir():
-        if not any(entry.name.startswith((name, f"__editable__.{name}")) for name in ("dualdist", *without)):
-            (there / entry.name).symlink_to(entry)
-    return folder / "bin" / "python"
 
 
 def run(argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str] = {}) -> str:

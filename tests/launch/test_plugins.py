@@ -5,7 +5,6 @@ leaves files in /dev/shm.
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +13,9 @@ import pytest
 from harness.base_env import ROOT
 from harness.effort import Effort
 from harness.jobs import Launch
-from harness.mpi import OpenMPI
 from harness.slurm import Slurm
-from launch.running import TORCHRUN
+from launch.running import EXEC, EXEC_STARTS
 
-EXEC = (sys.executable, "-m", "dualdist", "exec")
 # Lightning and Transformers import torchvision where it is installed, and here it need not fit torch.
 PROGRAM = str(Path(__file__).with_name("plugin_program.py"))
 EXAMPLES = {
@@ -47,16 +44,6 @@ def need(library: str) -> None:
         pytest.skip(f"{library} is not installed: pip install 'dualdist[plugins]'")
 
 
-@pytest.fixture
-def starts(openmpi: OpenMPI) -> dict[str, Sequence[str]]:
-    """What comes before a program on two ranks, by launcher."""
-    return {
-        "torchrun": [*TORCHRUN, "-m", "dualdist", "exec"],
-        "mpirun": [*openmpi.run(2), *EXEC],
-        "horovodrun": ["horovodrun", "-np", "2", *EXEC],
-    }
-
-
 def losses(
     launch: Launch, start: Sequence[str], library: str, env: dict[str, str] | None = None, options: Sequence[str] = ()
 ) -> list[str]:
@@ -67,7 +54,7 @@ def losses(
 
 @pytest.mark.parametrize("library", EXAMPLES)
 def test_a_library_trains_on_two_ranks_with_the_same_loss_under_every_launcher(
-    launch: Launch, starts: dict[str, Sequence[str]], effort: Effort, library: str
+    launch: Launch, effort: Effort, library: str
 ) -> None:
     """One line of two ranks: without the variables most would train two jobs of one rank.
 
@@ -75,14 +62,14 @@ def test_a_library_trains_on_two_ranks_with_the_same_loss_under_every_launcher(
     under one of them, and over the process group `dualdist` under torchrun or mpirun; with --long under all.
     """
     need(library)
-    (loss,) = losses(launch, starts[OVER_GLOO[library]], library)
-    for launcher in effort([], set(starts) - {OVER_GLOO[library]}):
-        assert losses(launch, starts[launcher], library) == [loss]
+    (loss,) = losses(launch, EXEC_STARTS[OVER_GLOO[library]], library)
+    for launcher in effort([], {*OVER_GLOO.values()} - {OVER_GLOO[library]}):
+        assert losses(launch, EXEC_STARTS[launcher], library) == [loss]
     if library != "ignite":  # which wraps no model in DDP on a backend whose name it does not know
         groups = {"native": "torchrun", "mpi": "mpirun"}
         for backend in effort([PROCESS_GROUP[library]], list(groups)):
             env = {"DUALDIST_BACKEND": backend}
-            assert losses(launch, starts[groups[backend]], library, env, ["--dualdist"]) == [loss]
+            assert losses(launch, EXEC_STARTS[groups[backend]], library, env, ["--dualdist"]) == [loss]
 
 
 @pytest.mark.parametrize("library", EXAMPLES)
@@ -107,19 +94,16 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_lightning_takes_the_backend_by_its_name(launch: Launch, starts: dict[str, Sequence[str]]) -> None:
+def test_lightning_takes_the_backend_by_its_name(launch: Launch) -> None:
     need("lightning")
-    (launch.directory / "named.py").write_text(LIGHTNING)
-    printed = launch([*starts["torchrun"], PROGRAM, "named.py"], timeout_s=250).stdout
+    printed = launch([*EXEC_STARTS["torchrun"], PROGRAM, launch.write("named.py", LIGHTNING)], timeout_s=250).stdout
     assert printed.count("dualdist 2.0") == 2, printed
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
-def test_accelerates_own_test_script_passes(
-    launch: Launch, starts: dict[str, Sequence[str]], effort: Effort, launcher: str
-) -> None:
+def test_accelerates_own_test_script_passes(launch: Launch, effort: Effort, launcher: str) -> None:
     effort.require_long(unless=launcher == "mpirun")
     need("accelerate")
-    outcome = launch([*starts[launcher], "-m", "accelerate.test_utils.scripts.test_script"], timeout_s=250)
+    outcome = launch([*EXEC_STARTS[launcher], "-m", "accelerate.test_utils.scripts.test_script"], timeout_s=250)
     assert "Num processes: 2" in outcome.stdout, str(outcome)
     assert "Test reinstantiated state" in outcome.stdout

@@ -2,13 +2,12 @@
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
 from harness.jobs import Launch, Outcome
 from harness.slurm import Slurm
-from launch.running import AS_ROOT, TORCHRUN, blocks
+from launch.running import AS_ROOT, TORCHRUN, blocks, sides
 
 README = ROOT / "README.md"
 STARTS, COMMANDS, DOCTOR, COMPARE = (text.splitlines() for text in blocks(README, "bash"))
@@ -33,7 +32,7 @@ print(text + "\\n", end="", flush=True)  # one write, as ranks share the output
 
 
 def start(launch: Launch, line: str, env: Mapping[str, str]) -> Outcome:
-    (launch.directory / "train.py").write_text(blocks(README, "python")[0])
+    launch.write("train.py", blocks(README, "python")[0])
     return launch(shlex.split(line), env={**AS_ROOT, **env})
 
 
@@ -70,14 +69,6 @@ def test_a_line_runs(launch: Launch, line: str) -> None:
     assert outcome.stdout
 
 
-def side(launch: Launch, text: str, diff: str, sign: str) -> str:
-    """Write the program before ("-") or after ("+") a diff into the text, and return its path."""
-    lines = [line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", sign)]
-    path = Path(launch.directory, f"{'before' if sign == '-' else 'after'}.py")
-    path.write_text(text.format("".join(lines)))
-    return str(path)
-
-
 def parameters(outcome: Outcome, ranks: int) -> str:
     """Return what all ranks printed."""
     lines = outcome.stdout.splitlines()
@@ -87,22 +78,19 @@ def parameters(outcome: Outcome, ranks: int) -> str:
 
 
 def test_a_script_for_one_process_ends_with_the_same_parameters_on_one_rank(launch: Launch) -> None:
-    text = HEAD + SEEDED + "{}" + TRAIN
-    before, after = (side(launch, text, ONE_PROCESS, sign) for sign in "-+")
+    before, after = sides(launch, ONE_PROCESS, HEAD + SEEDED + "{}" + TRAIN)
     alone = parameters(launch(["python", before]), 1)
     assert parameters(launch(["python", after]), 1) == alone
     assert parameters(launch([*TORCHRUN, after]), 2) == alone  # each rank has the same batch
 
 
 def test_a_ddp_script_ends_with_the_same_parameters(launch: Launch) -> None:
-    text = HEAD + SEEDED + "{}" + TRAIN
-    before, after = (side(launch, text, DDP, sign) for sign in "-+")
+    before, after = sides(launch, DDP, HEAD + SEEDED + "{}" + TRAIN)
     assert parameters(launch([*TORCHRUN, after]), 2) == parameters(launch([*TORCHRUN, before]), 2)
 
 
 def test_a_horovod_script_ends_with_the_same_parameters_changed_or_not(launch: Launch) -> None:
-    text = HEAD + SEEDED + "{}" + OF_HOROVOD + TRAIN
-    before, after = (side(launch, text, HOROVOD, sign) for sign in "-+")
+    before, after = sides(launch, HOROVOD, HEAD + SEEDED + "{}" + OF_HOROVOD + TRAIN)
     assert f"`dualdist run -np 2 --as-horovod {'script.py'}`" in README.read_text()
     unchanged = parameters(launch(["dualdist", "run", "-np", "2", "--as-horovod", before]), 2)
     assert parameters(launch([*TORCHRUN, after]), 2) == unchanged

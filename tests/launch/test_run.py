@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from harness import mpi, problem
+from harness import mpi
 from harness.jobs import Job, Launch
 from harness.slurm import Slurm
 from launch.running import (
@@ -67,9 +67,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun", "spawn"])
 def test_each_line_that_ranks_print_stays_whole_and_none_is_lost(launch: Launch, launcher: str) -> None:
     """Each word is a write of its own where Python does not buffer; the ranks are killed right after the last."""
-    script = launch.directory / "script.py"
-    script.write_text(PRINTING)
-    outcome = launch([*RUN, "-np", "2", "--launcher", launcher, str(script)], check=False)
+    script = launch.write("script.py", PRINTING)
+    outcome = launch([*RUN, "-np", "2", "--launcher", launcher, script], check=False)
     for text, last, pattern in (
         (outcome.stdout, ["last words"], r"the line \d+ of \d+ ends"),
         (outcome.stderr, [], r"error \d+ ends"),
@@ -81,12 +80,11 @@ def test_each_line_that_ranks_print_stays_whole_and_none_is_lost(launch: Launch,
 
 
 def test_the_progress_bar_of_rank_0_is_drawn_on_the_terminal_of_dualdist_run(launch: Launch) -> None:
-    script = launch.directory / "script.py"
-    script.write_text("import dualdist as dd\nfor _ in dd.progress(range(3), 'epoch 1'):\n    pass\n")
+    script = launch.write("script.py", "import dualdist as dd\nfor _ in dd.progress(range(3), 'epoch 1'):\n    pass\n")
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen:
         with os.fdopen(theirs, "wb") as terminal:
-            line = [*RUN, "-np", "2", "--launcher", "spawn", str(script)]
+            line = [*RUN, "-np", "2", "--launcher", "spawn", script]
             subprocess.run(line, env=launch.env, stderr=terminal, stdout=subprocess.PIPE, check=True, timeout=WAIT_S)
         assert "\repoch 1: 100% |####################| 3/3 in 0:00, " in screen.read(65536).decode()
 
@@ -109,7 +107,7 @@ def test_a_log_that_cannot_be_written_is_an_error(launch: Launch) -> None:
 
 
 def test_stdin_reaches_a_rank(launch: Launch) -> None:
-    (launch.directory / "data").write_text("some data\n")
+    launch.write("data", "some data\n")
     line = ["sh", "-c", 'exec "$@" <data', "sh", *RUN, "--launcher", "mpirun", PROGRAM, "stdin"]
     assert "some data\n" in launch(line).stdout
 
@@ -126,11 +124,11 @@ def test_mpichs_ranks_train_and_their_failures_are_named(launch: Launch, mpich: 
     run, env = run_with_mpich(launch, mpich)
     reports = launch.reports([*run, "-np", "2", TINY_RANK, "mpi"], 2, env={**env, **mpi.of_mpich(launch.directory)})
     assert {seen["transport"] for seen in reports} == {"mpi"}
-    script = launch.directory / "script.py"
-    script.write_text(
-        "import dualdist as dd\ndd.init('mpi')\nif dd.rank() == 1:\n    raise ValueError('the reason')\ndd.barrier()\n"
+    script = launch.write(
+        "script.py",
+        "import dualdist as dd\ndd.init('mpi')\nif dd.rank() == 1:\n    raise ValueError('the reason')\ndd.barrier()\n",
     )
-    outcome = launch([*run, "-np", "3", str(script)], env={**env, **mpi.of_mpich(launch.directory)}, check=False)
+    outcome = launch([*run, "-np", "3", script], env={**env, **mpi.of_mpich(launch.directory)}, check=False)
     first, *rest = last_words(outcome.stderr)
     assert (outcome.rc, first) == (1, MPICH_ABORTED), str(outcome)
     assert "ValueError: the reason" in rest
@@ -146,8 +144,8 @@ def test_the_output_of_a_dry_run_can_be_pasted(launch: Launch) -> None:
 
 @pytest.mark.smoke
 def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Launch) -> None:
-    (launch.directory / "job.yaml").write_text(
-        f"program: {PROGRAM}\nranks: 2\nlauncher: spawn\ntag_output: true\nenv:\n  OMP_NUM_THREADS: 3\n"
+    launch.write(
+        "job.yaml", f"program: {PROGRAM}\nranks: 2\nlauncher: spawn\ntag_output: true\nenv:\n  OMP_NUM_THREADS: 3\n"
     )
     outcome = launch([*RUN, "--config", "job.yaml"])
     assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 spawn threads=3" for rank in range(2)]
@@ -239,12 +237,12 @@ def test_sigterm_reaches_the_ranks_whose_exit_codes_count(
     launch: Launch, way: str, code: int, words: str | None
 ) -> None:
     """The launcher does not get it, and no rank is restarted."""
-    script = launch.directory / "script.py"
-    script.write_text(
+    script = launch.write(
+        "script.py",
         f"import os, pathlib, signal, sys, time\n{way}\n"
-        "pathlib.Path(f'up-{os.environ[\"DUALDIST_RANK\"]}').touch(exist_ok=False)\ntime.sleep(600)\n"
+        "pathlib.Path(f'up-{os.environ[\"DUALDIST_RANK\"]}').touch(exist_ok=False)\ntime.sleep(600)\n",
     )
-    arguments = ["-np", "2", "--launcher", "spawn", "--max-restarts", "2", str(script)]
+    arguments = ["-np", "2", "--launcher", "spawn", "--max-restarts", "2", script]
     with launch.start([*RUN, *arguments]) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
         find(job, "-m dualdist run").send_signal(signal.SIGTERM)
@@ -272,9 +270,8 @@ if sys.argv[1] == "hang":
 @pytest.mark.parametrize("how", ["end", "hang"])
 def test_processes_that_a_rank_started_end_with_it(launch: Launch, how: str) -> None:
     """Children and orphans, without a variable of the job, in other sessions."""
-    script = launch.directory / "script.py"
-    script.write_text(ORPHANS)
-    outcome = launch([*RUN, "--launcher", "torchrun", "--timeout", "15", str(script), how], check=how == "end")
+    script = launch.write("script.py", ORPHANS)
+    outcome = launch([*RUN, "--launcher", "torchrun", "--timeout", "15", script, how], check=how == "end")
     pids = [int(word) for word in outcome.stdout.split()]
     assert len(pids) == 2, str(outcome)
     assert not [pid for pid in pids if psutil.pid_exists(pid)], str(outcome)
@@ -336,9 +333,3 @@ def test_within_a_step_no_other_step_is_started(launch: Launch, slurm: Slurm) ->
     outcome = launch(argv, env=slurm.env)
     assert "torchrun starts 2 rank(s), as no --launcher was given and srun started this process" in outcome.stderr
     assert lines(outcome.stdout) == [f"out {rank}/2 torchrun threads=1" for rank in range(2)], str(outcome)
-
-
-def test_ranks_of_spawn_train(launch: Launch) -> None:
-    reports = launch.reports([*RUN, "-np", "2", "--launcher", "spawn", TINY_RANK, "native"], 2)
-    assert {seen["launcher"] for seen in reports} == {"spawn"}
-    assert {tuple(seen["parameters"]) for seen in reports} == {tuple(problem.trained_by_one_process(2))}

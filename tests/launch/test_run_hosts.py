@@ -55,7 +55,7 @@ def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: st
 
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "horovodrun-mpi"])
 def test_output_lines_are_tagged_by_rank_and_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
-    (launch.directory / "hosts").write_text("hosta slots=2\nhostb slots=1  # the small one\n")
+    launch.write("hosts", "hosta slots=2\nhostb slots=1  # the small one\n")
     words = ["--launcher", launcher, "--hostfile", "hosts", "--tag-output", PROGRAM]
     outcome = outcome_of(launch, two_hosts, *words)
     name = launcher.removesuffix("-mpi")
@@ -79,7 +79,7 @@ print("out", os.environ["RANK"], seen)
 
 def test_no_command_line_shows_a_secret(launch: Launch, two_hosts: Hosts) -> None:
     """Ranks here and there see all command lines of both."""
-    (launch.directory / "looking.py").write_text(LOOKING)
+    launch.write("looking.py", LOOKING)
     words = ["-H", "hosta:1,hostb:1", "--launcher", "torchrun", "--env", "HF_TOKEN", "looking.py"]
     outcome = launch(two_hosts.on(0, *RUN, *words), env={**two_hosts.env, "HF_TOKEN": "hush-5ecret"})
     assert lines(outcome.stdout) == ["out 0 []", "out 1 []"], str(outcome)
@@ -237,9 +237,8 @@ def hosts(two_hosts: Hosts) -> Iterator[Hosts]:
 
 def run_of_three(launch: Launch, hosts: Hosts, given: Mapping[str, str], *words: str) -> list[dict[str, Any]]:
     """Return the reports of `python WORDS` on three ranks, where the host name resolves to loopback on both hosts."""
-    names = launch.directory / "hosts"
-    names.write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
-    script = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(names), sys.executable, *words)
+    names = launch.write("hosts", f"127.0.0.1 localhost {socket.gethostname()}\n")
+    script = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', names, sys.executable, *words)
     places = ((0, rank_env(0, 3, 0, 2)), (0, rank_env(1, 3, 1, 2)), (1, rank_env(2, 3)))
     commands = [(["ip", "netns", "exec", hosts.spaces[host], *script], {**env, **given}) for host, env in places]
     return collected(launch, 3, lambda env: side_by_side(launch, [(argv, {**own, **env}) for argv, own in commands]))

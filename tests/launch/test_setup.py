@@ -118,6 +118,5 @@ def request(port: int, verb: str, path: str, body: bytes | None = None) -> int:
 def test_a_clone_beside_a_script_does_not_hide_the_package(launch: Launch) -> None:
     """Python would import a folder called dualdist as a namespace package, were the package not on the path first."""
     (launch.directory / "dualdist").mkdir()
-    script = launch.directory / "script.py"
-    script.write_text("import dualdist as dd\nprint(dd.init.__name__)\n")
-    assert launch([sys.executable, str(script)], env={"PYTHONPATH": ""}).stdout == "init\n"
+    script = launch.write("script.py", "import dualdist as dd\nprint(dd.init.__name__)\n")
+    assert launch([sys.executable, script], env={"PYTHONPATH": ""}).stdout == "init\n"

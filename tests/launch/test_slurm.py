@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from harness.jobs import REPORT_DIR, Launch, collect
-from harness.mpi import OpenMPI
 from harness.slurm import Slurm
 from launch.running import TINY_RANK, check
 
@@ -26,9 +25,7 @@ def tiny_rank(backend: str) -> list[str]:
 
 def script(launch: Launch, *commands: str) -> str:
     """Write a batch script that ends at the first command that fails."""
-    path = launch.directory / "batch.sh"
-    path.write_text("\n".join(["#!/bin/sh", "set -e", *commands, ""]))
-    return str(path)
+    return launch.write("batch.sh", "\n".join(["#!/bin/sh", "set -e", *commands, ""]))
 
 
 def cases(text: str) -> list[object]:
@@ -87,35 +84,6 @@ def test_python_without_srun_is_one_rank(slurm: Slurm, launch: Launch, allocate:
     batch = script(launch, shlex.join(tiny_rank("auto")))
     argv = [*slurm.sbatch("-N2", "-n4"), batch] if allocate == "sbatch" else [*slurm.salloc("-N2", "-n4"), "sh", batch]
     check(launch.reports(argv, 1, env=slurm.env), (1,), launcher="none", backend="single", transport="none")
-
-
-@pytest.mark.parametrize(("backend", "transport", "layout"), cases("native/gloo/2+2 horovod/mpi/1+1 mpi/mpi/1+1"))
-def test_mpirun_in_a_batch_script_starts_the_ranks(
-    slurm: Slurm, openmpi: OpenMPI, launch: Launch, backend: str, transport: str, layout: str
-) -> None:
-    options, per_node = LAYOUTS[layout]
-    batch = script(launch, shlex.join([*openmpi.run(sum(per_node)), *tiny_rank(backend)]))
-    reports = launch.reports([*slurm.sbatch(*options), batch], sum(per_node), env={**slurm.env, TRANSPORT: transport})
-    check(reports, per_node, launcher="mpirun", backend=backend, transport=transport)
-
-
-@pytest.mark.parametrize(
-    ("allocate", "backend", "layout"),
-    cases("sbatch/native/3+1 sbatch/horovod/2+2 salloc/native/3+1 salloc/horovod/1+1"),
-)
-def test_srun_in_an_allocation_takes_all_of_it(
-    slurm: Slurm, launch: Launch, allocate: str, backend: str, layout: str
-) -> None:
-    options, per_node = LAYOUTS[layout]
-    batch = script(launch, shlex.join([*slurm.srun(), *tiny_rank(backend)]))
-    argv = [*slurm.sbatch(*options), batch] if allocate == "sbatch" else [*slurm.salloc(*options), "sh", batch]
-    check(launch.reports(argv, sum(per_node), env=slurm.env), per_node, launcher="srun", backend=backend)
-
-
-def test_torchrun_in_a_batch_script_starts_the_ranks(slurm: Slurm, launch: Launch) -> None:
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", TINY_RANK, "native"]
-    reports = launch.reports([*slurm.sbatch("-N1", "-n1"), script(launch, shlex.join(torchrun))], 2, env=slurm.env)
-    check(reports, (2,), launcher="torchrun", backend="native")
 
 
 def test_torchrun_under_srun_starts_the_ranks(slurm: Slurm, launch: Launch) -> None:

@@ -14,9 +14,9 @@ from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
 from harness.rank_pool import RankPool
+from launch.running import EXEC, EXEC_STARTS, TORCHRUN
 
 PROGRAM = str(Path(__file__).with_name("torch_backend_rank.py"))
-EXEC = (sys.executable, "-m", "dualdist", "exec")
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,11 @@ class Cell:
     refused: str = ""  # words of the error of what the transport does not have
 
     def start(self) -> Sequence[str]:
-        number = str(self.ranks)
-        match self.launcher:
-            case "torchrun":
-                return ["torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={number}"]
-            case "horovodrun":
-                return ["horovodrun", "-np", number, *EXEC]
-        return [*OpenMPI("mpirun").run(self.ranks), *EXEC]
+        if self.launcher == "torchrun":
+            return [*TORCHRUN[:-1], f"--nproc-per-node={self.ranks}"]
+        return (
+            EXEC_STARTS["horovodrun"] if self.launcher == "horovodrun" else [*OpenMPI("mpirun").run(self.ranks), *EXEC]
+        )
 
 
 BACKEND, TRANSPORT = "DUALDIST_BACKEND", "DUALDIST_TRANSPORT"
@@ -95,16 +93,13 @@ def test_torch_finds_it_by_the_entry_point_and_a_program_may_start_its_ranks(lau
     """The metadata is of this tree, as the installed one may be older."""
     declared = re.search(r'entry-points."torch.backends"]\n(\w+) = "(.+)"', (ROOT / "pyproject.toml").read_text())
     assert declared is not None
-    folder = launch.directory / "site" / "found-1.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: found\nVersion: 1\n")
-    (folder / "entry_points.txt").write_text(f"[torch.backends]\n{declared[1]} = {declared[2]}\n")
-    program = launch.directory / "program.py"
-    program.write_text(STARTS_ITS_OWN_RANKS)
-    path = f"{launch.env['PYTHONPATH']}:{folder.parent}"
+    launch.write("site/found-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: found\nVersion: 1\n")
+    launch.write("site/found-1.dist-info/entry_points.txt", f"[torch.backends]\n{declared[1]} = {declared[2]}\n")
+    program = launch.write("program.py", STARTS_ITS_OWN_RANKS)
+    path = f"{launch.env['PYTHONPATH']}:{launch.directory}/site"
     # A rank and a size that half a launcher left behind say nothing here: the program gives its own.
     env = {"PYTHONPATH": path, "WORLD_SIZE": "7"}
-    outcome = launch([sys.executable, str(program), str(launch.directory / "meet")], env=env)
+    outcome = launch([sys.executable, program, str(launch.directory / "meet")], env=env)
     assert sorted(outcome.stdout.split()) == ["0", "1", "rank", "rank", "shm", "shm"], str(outcome)
     bare = launch(
         [sys.executable, "-c", "import sys, torch; print('dualdist.c10d.process_group' in sys.modules)"], env=env
@@ -115,20 +110,22 @@ def test_torch_finds_it_by_the_entry_point_and_a_program_may_start_its_ranks(lau
 
 @pytest.mark.parametrize("backend", ["mpi", "horovod"])
 def test_numbers_that_contradict_the_launchers_are_refused_where_the_launcher_connects(
-    launch: Launch, openmpi: OpenMPI, backend: str
+    launch: Launch, backend: str
 ) -> None:
-    (launch.directory / "swapped.py").write_text(
+    program = launch.write(
+        "swapped.py",
         "import dualdist.c10d, os, torch.distributed as dist\n"
-        "dist.init_process_group('dualdist', rank=1 - int(os.environ['RANK']), world_size=2)\n"
+        "dist.init_process_group('dualdist', rank=1 - int(os.environ['RANK']), world_size=2)\n",
     )
-    outcome = launch([*openmpi.run(2), *EXEC, "swapped.py"], env={BACKEND: backend}, check=False)
+    outcome = launch([*EXEC_STARTS["mpirun"], program], env={BACKEND: backend}, check=False)
     assert outcome.rc != 0
     assert "init_process_group() was given rank 1 of 2, but" in outcome.stderr
     assert "DUALDIST_BACKEND=native" in outcome.stderr
 
 
 def test_dualdist_may_be_initialized_before_its_groups_and_each_is_connected_anew(launch: Launch) -> None:
-    (launch.directory / "groups.py").write_text(
+    program = launch.write(
+        "groups.py",
         "import torch, torch.distributed as dist, dualdist.c10d, dualdist as dd\n"
         "dd.init('native')\n"
         "for _ in range(5):\n"
@@ -136,15 +133,16 @@ def test_dualdist_may_be_initialized_before_its_groups_and_each_is_connected_ane
         "    dist.all_reduce(tensor, group=group)\n"
         "    dist.destroy_process_group(group)\n"
         "print(tensor.item(), flush=True)\n"
-        "dd.shutdown()\n"
+        "dd.shutdown()\n",
     )
-    printed = launch([*Cell("torchrun", 2).start(), "groups.py"]).stdout
+    printed = launch([*Cell("torchrun", 2).start(), program]).stdout
     assert printed.split() == ["2.0"] * 2, printed
 
 
 def test_dualdist_may_be_initialized_after_it(launch: Launch) -> None:
     """dd.init() then takes the same ranks, as with any process group of the program."""
-    (launch.directory / "both.py").write_text(
+    program = launch.write(
+        "both.py",
         "import torch, torch.distributed as dist, dualdist.c10d, dualdist as dd\n"
         "dist.init_process_group('dualdist')\n"
         "dd.init()\n"
@@ -152,7 +150,7 @@ def test_dualdist_may_be_initialized_after_it(launch: Launch) -> None:
         "dist.all_reduce(tensor)\n"
         "print(dd.rank(), dd.size(), int(dd.allreduce(tensor, 'sum').item()), dd.transport(), flush=True)\n"
         "dd.shutdown()\n"
-        "dist.destroy_process_group()\n"
+        "dist.destroy_process_group()\n",
     )
-    printed = launch([*Cell("torchrun", 2).start(), "both.py"]).stdout
+    printed = launch([*Cell("torchrun", 2).start(), program]).stdout
     assert sorted(printed.splitlines()) == ["0 2 4 shm", "1 2 4 shm"]

@@ -2,14 +2,14 @@
 
 import json
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from doctor_facts import RECORDS
+from harness.jobs import Launch, Outcome
 
 from dualdist.environments import EXEC_VARIABLES, detect, find_unused
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
@@ -145,18 +145,8 @@ def test_the_port_is_kept_for_the_program() -> None:
         pass
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def run(base_env: Mapping[str, str], tmp_path: Path) -> Run:
-    """Runs `dualdist exec WORDS` in tmp_path."""
-
-    def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        options = {"cwd": tmp_path, "capture_output": True, "text": True}
-        return subprocess.run([*EXEC, *words], env={**base_env, **env}, **options)
-
-    return start
+def run(launch: Launch, *words: str, **env: str) -> Outcome:
+    return launch([*EXEC, *words], env=env, check=False)
 
 
 SHOW = "import os, sys\nprint(__name__, sys.argv, sys.path[0], os.environ['WORLD_SIZE'], 'torch' in sys.modules)\n"
@@ -170,21 +160,21 @@ SHOW = "import os, sys\nprint(__name__, sys.argv, sys.path[0], os.environ['WORLD
     ],
 )
 def test_a_program_is_main_with_its_own_arguments_and_no_torch(
-    run: Run, tmp_path: Path, words: Sequence[str], argv: list[str]
+    launch: Launch, words: Sequence[str], argv: list[str]
 ) -> None:
-    folder = tmp_path / "pkg"
-    folder.mkdir()
-    (folder / "show.py").write_text(SHOW)
+    script = launch.write("pkg/show.py", SHOW)
     is_module = "pkg.show" in argv
-    seen = [str(folder / "show.py"), *argv[1:]] if is_module else argv
-    done = run(*words)
-    assert done.stdout == f"__main__ {seen} {tmp_path if is_module else folder} 1 False\n", done.stderr
+    seen = [script, *argv[1:]] if is_module else argv
+    done = run(launch, *words)
+    assert done.stdout == f"__main__ {seen} {launch.directory if is_module else launch.directory / 'pkg'} 1 False\n", (
+        done.stderr
+    )
     assert done.stderr == ""
 
 
-def test_any_program_takes_the_process_over(run: Run) -> None:
-    done = run("--", "sh", "-c", 'echo "$RANK of $WORLD_SIZE, $1"; kill -9 $$', "sh", "-m")
-    assert (done.stdout, done.returncode) == ("0 of 1, -m\n", -9)
+def test_any_program_takes_the_process_over(launch: Launch) -> None:
+    done = run(launch, "--", "sh", "-c", 'echo "$RANK of $WORLD_SIZE, $1"; kill -9 $$', "sh", "-m")
+    assert (done.stdout, done.rc) == ("0 of 1, -m\n", -9)
 
 
 @pytest.mark.parametrize(
@@ -198,14 +188,13 @@ def test_any_program_takes_the_process_over(run: Run) -> None:
         (("--timeout", "-1", "x.py"), 2, "expected seconds above 0"),
     ],
 )
-def test_what_cannot_run_is_named_in_one_line(run: Run, words: Sequence[str], code: int, message: str) -> None:
-    done = run(*words)
-    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (code, 1, "")
+def test_what_cannot_run_is_named_in_one_line(launch: Launch, words: Sequence[str], code: int, message: str) -> None:
+    done = run(launch, *words)
+    assert (done.rc, done.stderr.count("\n"), done.stdout) == (code, 1, "")
     assert message in done.stderr
 
 
-def test_verbose_says_what_was_found_and_set(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "x.py").touch()
-    done = run("-v", "x.py", MASTER_ADDR="node7")
+def test_verbose_says_what_was_found_and_set(launch: Launch) -> None:
+    done = run(launch, "-v", launch.write("x.py", ""), MASTER_ADDR="node7")
     assert done.stderr.startswith("dualdist exec: rank 0 of 1, from no launcher's variables; set RANK=0 WORLD_SIZE=1")
     assert "MASTER_ADDR" not in done.stderr
