@@ -230,7 +230,7 @@ def _apply_fixes(args: argparse.Namespace, diagnosis: Diagnosis) -> Diagnosis:
     if not fixes:
         _log("there is nothing that --fix can fix")
         return diagnosis
-    succeeded = apply_fixes(fixes, os.environ, (lambda _: True) if args.yes else _confirm, _log)
+    succeeded = apply_fixes(fixes, (lambda _: True) if args.yes else _confirm, _log)
     return diagnose(os.environ, args.ranks) if succeeded else diagnosis
 
 

@@ -102,7 +102,6 @@ def collect_fixes(findings: Iterable[Finding]) -> dict[tuple[str, ...], list[Fin
 
 def apply_fixes(
     fixes: Mapping[tuple[str, ...], Sequence[Finding]],
-    environ: Mapping[str, str],
     confirm: Callable[[str], bool],
     log: Callable[[str], None],
 ) -> int:
@@ -114,7 +113,7 @@ def apply_fixes(
         if not confirm(f"run {shlex.join(argv)} ?"):
             log("  skipped")
             continue
-        code = subprocess.run(argv, env=dict(environ), stdout=STDERR, check=False).returncode
+        code = subprocess.run(argv, stdout=STDERR, check=False).returncode
         succeeded += code == 0
         log(f"  {'done' if code == 0 else f'failed (exit code {code})'}: {shlex.join(argv)}")
     return succeeded

@@ -158,7 +158,7 @@ def test_a_fix_runs_only_after_yes_on_a_terminal(
         monkeypatch.setattr(sys, "stdin", null if typed is None else terminal)
         keyboard.write(typed or "")
         keyboard.flush()
-        done = apply_fixes(collect_fixes([FIXABLE, FIXABLE]), os.environ, command._confirm, command._log)
+        done = apply_fixes(collect_fixes([FIXABLE, FIXABLE]), command._confirm, command._log)
     assert (done, (tmp_path / "made").exists()) == (int(is_made), is_made)
     report = capfd.readouterr().err
     assert "x is missing" in report
