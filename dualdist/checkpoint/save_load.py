@@ -44,7 +44,7 @@ from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.bucket_plan import dense_strides
-from dualdist.ddp.optimizer import gather_residuals, get_reduction_order, set_reduction_order
+from dualdist.ddp.optimizer import gather_residuals, get_wrapper
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -206,10 +206,13 @@ class CheckpointSaver:
         optimizers = {name: part for name, part in sorted(parts.items()) if isinstance(part, torch.optim.Optimizer)}
         residuals = {name: found for name, part in optimizers.items() if (found := gather_residuals(part)) is not None}
         if group.rank == ROOT:
+            wrappers = {
+                name: wrapper for name, part in optimizers.items() if (wrapper := get_wrapper(part)) is not None
+            }
             content[METADATA] = {
                 "format": FORMAT,
                 "random": states,
-                "orders": {name: order for name, part in optimizers.items() if (order := get_reduction_order(part))},
+                "orders": {name: order for name, each in wrappers.items() if (order := each.reducer.order)},
                 "dtypes": {name: dtypes_of(part) for name, part in optimizers.items()},
                 "shapes": {name: shapes_of(part) for name, part in optimizers.items()},
                 "residuals": residuals,
@@ -389,10 +392,9 @@ def _load_all_or_nothing(
 def _set_reduction_orders(orders: Any, parts: Mapping[str, Any]) -> None:
     """Reduce the optimizers' buckets in the saved orders; a collective, for which the parts are sorted."""
     for name, part in sorted(parts.items()):
-        order = orders.get(name) if isinstance(orders, dict) else None
-        is_optimizer = isinstance(part, torch.optim.Optimizer)
-        if is_optimizer and isinstance(order, list) and all(type(number) is int for number in order):
-            set_reduction_order(part, order)
+        order, wrapper = orders.get(name) if isinstance(orders, dict) else None, get_wrapper(part)
+        if wrapper is not None and isinstance(order, list) and all(type(number) is int for number in order):
+            wrapper.reducer.set_order(order)
 
 
 def _load_random_state(states: list[RandomState], group: Group, device: torch.device) -> None:

@@ -112,9 +112,9 @@ class FeedbackBucket(Bucket):
         self._compression = state.compression
         self._state = state
         self._wide = WIDER.get(plan.dtype, plan.dtype)  # in which parts are sent
-        self._compressed = self._choose_members()
-        self._counts = [plan.shapes[member].numel() for member in self._compressed]
-        self._matrices = {member: _matrix_shape(plan.shapes[member]) for member in self._compressed}
+        # By member, if a part of it is sent: its rows and columns as a matrix.
+        self._matrices = {member: _matrix_shape(plan.shapes[member]) for member in self._choose_members()}
+        self._counts = [plan.shapes[member].numel() for member in self._matrices]
         self._is_active = False  # in the present reduction
         self._inputs: dict[int, torch.Tensor] = {}  # by member: the gradient and the residual
         self._factors: dict[int, torch.Tensor] = {}  # by member: PowerSGD's Q
@@ -143,12 +143,12 @@ class FeedbackBucket(Bucket):
             value = view.to(self._wide, copy=True, memory_format=torch.contiguous_format)
             residual = self._state.residuals.get(number)
             self._inputs[member] = value if residual is None else value.add_(residual)
-        parts = [self._project(member) for member in self._compressed if isinstance(self._compression, PowerSGD)]
+        parts = [self._project(member) for member in self._matrices if isinstance(self._compression, PowerSGD)]
         parts += [value.flatten() for member, value in self._inputs.items() if member not in self._matrices]
         sent = torch.cat([*parts, self.tail.to(self._wide)])
         self.sent_bytes = (sent.numel() - self.tail.numel()) * sent.element_size()
         work = allreduce_(self._channel, sent, "sum", name)
-        if isinstance(self._compression, TopK) and self._compressed:
+        if isinstance(self._compression, TopK) and self._matrices:
             selected = self._select(self._compression.ratio)
             self.sent_bytes += selected.nbytes
             self._elements = self._channel.allgather(selected, f"{name}.elements")
@@ -173,9 +173,9 @@ class FeedbackBucket(Bucket):
         self.tail.copy_(tail)
         for member, total in zip(whole, sums, strict=True):
             self._assign(member, total)
-        if isinstance(self._compression, PowerSGD) and self._compressed:
+        if isinstance(self._compression, PowerSGD) and self._matrices:
             self._approximate(self._compression.rank, projected)
-        elif self._compressed:
+        elif self._matrices:
             self._add_elements()
         self._undo_predivision()
 
@@ -236,14 +236,14 @@ class FeedbackBucket(Bucket):
         sent = torch.cat([each.flatten() for each in rights])
         self.sent_bytes += sent.nbytes
         allreduce_(self._channel, sent, "sum", f"{self._name}.right").wait()
-        for member, left, right in zip(self._compressed, lefts, sent.split([m * rank for m in columns]), strict=True):
+        for member, left, right in zip(self._matrices, lefts, sent.split([m * rank for m in columns]), strict=True):
             self._factors[member] = right.view(-1, rank)
             self._assign(member, left @ right.view(-1, rank).t())
 
     def _select(self, ratio: float) -> torch.Tensor:
         """Return positions and values of the largest elements as bytes, and leave the others in the inputs."""
         positions, values = [], []
-        for member, start in zip(self._compressed, accumulate(self._counts, initial=0), strict=False):
+        for member, start in zip(self._matrices, accumulate(self._counts, initial=0), strict=False):
             flat = self._inputs[member].view(-1)
             chosen = flat.abs().topk(_num_elements(self.plan.shapes[member], ratio), sorted=False).indices
             positions.append(chosen.to(POSITION) + start)
@@ -258,7 +258,7 @@ class FeedbackBucket(Bucket):
             num = len(row) // (POSITION.itemsize + self._wide.itemsize)
             positions, values = row.split([num * POSITION.itemsize, num * self._wide.itemsize])
             total.index_add_(0, positions.clone().view(POSITION), values.clone().view(self._wide))
-        for member, part in zip(self._compressed, total.split(self._counts), strict=True):
+        for member, part in zip(self._matrices, total.split(self._counts), strict=True):
             self._assign(member, part)
 
 

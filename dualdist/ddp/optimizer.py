@@ -149,19 +149,6 @@ def require_whole_state(optimizer: torch.optim.Optimizer, action: str) -> None:
         raise UsageError(f"this rank has a part of the optimizer's state, as it was wrapped with shard=True: {action}")
 
 
-def get_reduction_order(optimizer: torch.optim.Optimizer) -> list[int] | None:
-    """Return the bucket order of a wrapped optimizer's parameters, once it is final."""
-    wrapper = get_wrapper(optimizer)
-    return None if wrapper is None else wrapper.reducer.order
-
-
-def set_reduction_order(optimizer: torch.optim.Optimizer, order: Sequence[int]) -> None:
-    """Set a wrapped optimizer's bucket order; see Reducer.set_order."""
-    wrapper = get_wrapper(optimizer)
-    if wrapper is not None:
-        wrapper.reducer.set_order(order)
-
-
 def get_sent_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return how many bytes of gradients, without flags, this rank gave to the last reduction of each optimizer."""
     wrappers = [get_wrapper(optimizer) for optimizer in optimizers]

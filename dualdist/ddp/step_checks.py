@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,17 +67,12 @@ def find_suspects(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return suspect
 
 
-@dataclass
-class NonFiniteReport:
-    """The non-finite gradients of one reduction, by the parameter's number, and the kinds of this rank's own."""
-
-    numbers: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
+class NonFiniteReport(dict[int, int]):
+    """The non-finite gradients of one reduction: kinds of this rank's own by the parameter's number."""
 
     def add(self, number: int, own: torch.Tensor | None) -> None:
         """Add a parameter whose reduced gradient is not finite; `own` is this rank's gradient before the reduction."""
-        self.numbers.append(number)
-        self.kinds.append(nonfinite_kinds(own) if len(self.numbers) <= SHOWN else 0)
+        self[number] = nonfinite_kinds(own) if len(self) < SHOWN else 0
 
     def scan(self, buckets: Sequence[Bucket], params_of: Callable[[Bucket], list[torch.Tensor | None]]) -> None:
         """Add the non-finite members of the buckets, after unpack()."""
@@ -91,15 +85,15 @@ class NonFiniteReport:
 
     def exchange(self, channel: Backend) -> dict[int, list[int]]:
         """Return the kinds on every rank, [] for parameters beyond SHOWN; every rank of the reduction calls this."""
-        if not self.numbers:
+        if not self:
             return {}
-        shown = self.kinds[:SHOWN]
+        shown = [*self.values()][:SHOWN]
         table = torch.zeros(len(shown), channel.size, dtype=torch.int32, device="cpu")
         table[:, channel.rank] = torch.tensor(shown, dtype=torch.int32, device="cpu")
         flat = table.view(-1)
         channel.allreduce_(flat, "max", REPORT_NAME).wait()
         rows = flat.view(len(shown), channel.size).tolist()
-        return {number: rows[n] if n < SHOWN else [] for n, number in enumerate(self.numbers)}
+        return {number: rows[n] if n < SHOWN else [] for n, number in enumerate(self)}
 
 
 def format_nonfinite(kinds_by_name: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
