@@ -23,10 +23,7 @@ def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
 
 
 def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
-    """Return the GB/s that an allreduce moves over each rank's link at least (nccl-tests, doc/PERFORMANCE.md).
-
-    It does not depend on the number of ranks, so it compares with the bandwidth of the hardware.
-    """
+    """Return the GB/s that an allreduce moves over each rank's link at least (nccl-tests, doc/PERFORMANCE.md)."""
     return algorithm_bandwidth(nbytes, seconds) * 2 * (ranks - 1) / ranks
 
 

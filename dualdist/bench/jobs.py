@@ -333,11 +333,7 @@ def program_command(config: RunConfig, program: tuple[str, ...], settings: Measu
 
 
 def run_job(planned: PlannedJob, timeout_s: float) -> list[Report]:
-    """Run the job and return its reports.
-
-    Raises:
-        LaunchError: the job failed or left no report; with the end of its output, secret values redacted.
-    """
+    """Run the job and return its reports; LaunchError, with the end of its output, if it failed or left none."""
     before, redact = read_cpu(children=True), make_redactor(planned.command.env)
     try:
         code, output = run_command(planned.command, timeout_s=timeout_s, what=planned.title)

@@ -57,11 +57,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command.
-
-    Returns:
-        The exit code: 0 for success, 2 for wrong usage, 1 or the sub-command's ERROR_CODE for an error.
-    """
+    """Run one sub-command; return 0 for success, 2 for wrong usage, 1 or its ERROR_CODE for an error."""
     arguments = _as_options(sys.argv[1:] if argv is None else argv)
     typed = os.environ.get(COMP_LINE, "").split() if COMPLETING in os.environ else arguments
     try:
@@ -106,13 +102,10 @@ def _run(parsed: argparse.Namespace) -> Any:
 
 
 def _as_options(words: Sequence[str]) -> list[str]:
-    """Return the arguments, with --help for none and for the word `help`, and --version for the word `version`.
-
-    `bench` alone, which has sub-commands as well, is a request for help, too.
-    """
+    """Return the arguments, with --help for none and for the word `help`, and --version for the word `version`."""
     if not words or words[0] == "help":
         return [*words[1:], "--help"]
-    if list(words) == ["bench"]:
+    if list(words) == ["bench"]:  # which has sub-commands as well
         return ["bench", "--help"]
     return ["--version"] if words[0] == "version" else list(words)
 

@@ -235,10 +235,7 @@ def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, comparisons: 
 
 
 def judge(launches: Launches, equivalence: Equivalence, enough: str = "--budget") -> Verdict:
-    """Return the verdict; candidates that were not launched yet have an empty list.
-
-    `enough` are the options with which there would have been launches enough.
-    """
+    """Return the verdict; candidates that were not launched yet have an empty list, and `enough` is what to try."""
     if not equivalence.is_valid:
         return Verdict("invalid", f"INVALID: the contenders did not train the same model: {equivalence}")
     order = rank_by_speed(launches)
