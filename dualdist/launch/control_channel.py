@@ -108,13 +108,9 @@ def connect(address: ControlAddress, hello: RankHello) -> socket.socket:
     """Connect a rank to `dualdist run`; ControlChannelError if no address accepts it."""
     errors, refused = [], True
     for name in address.addresses:
+        connection = None
         try:
             connection = socket.create_connection((name, address.port), CONNECT_S)
-        except OSError as error:
-            errors.append(f"{name}: {error.strerror or error}")
-            refused = refused and isinstance(error, ConnectionRefusedError)
-            continue
-        try:
             connection.sendall(dumps(hello))
             answer = connection.recv(len(WELCOME))
             if answer == WELCOME:
@@ -124,5 +120,7 @@ def connect(address: ControlAddress, hello: RankHello) -> socket.socket:
             errors.append(f"{name}: {'another program answers' if answer else 'the job is over'}")
         except OSError as error:
             errors.append(f"{name}: {error.strerror or error}")
-        connection.close()
+            refused = refused and (connection is not None or isinstance(error, ConnectionRefusedError))
+        if connection is not None:
+            connection.close()
     raise ControlChannelError(f"port {address.port}, {'; '.join(errors)}", is_gone=refused)

@@ -18,21 +18,15 @@ from launch.running import EXEC, EXEC_STARTS
 
 # Lightning and Transformers import torchvision where it is installed, and here it need not fit torch.
 PROGRAM = str(Path(__file__).with_name("plugin_program.py"))
+# The example, the launcher that starts it over Gloo, and the backend of the process group `dualdist`: ignite wraps no
+# model in DDP on a backend whose name it does not know.
 EXAMPLES = {
-    "accelerate": "with_accelerate.py",
-    "lightning.fabric": "with_fabric.py",
-    "lightning": "with_lightning.py",
-    "ignite": "with_ignite.py",
-    "transformers": "with_transformers.py",
+    "accelerate": ("with_accelerate.py", "mpirun", "native"),
+    "lightning.fabric": ("with_fabric.py", "torchrun", "mpi"),
+    "lightning": ("with_lightning.py", "mpirun", "native"),
+    "ignite": ("with_ignite.py", "horovodrun", ""),
+    "transformers": ("with_transformers.py", "torchrun", "mpi"),
 }
-OVER_GLOO = {
-    "accelerate": "mpirun",
-    "lightning.fabric": "torchrun",
-    "lightning": "mpirun",
-    "ignite": "horovodrun",
-    "transformers": "torchrun",
-}
-PROCESS_GROUP = {"accelerate": "native", "lightning.fabric": "mpi", "lightning": "native", "transformers": "mpi"}
 # These look for Slurm's variables themselves.
 READS_SLURM = ("ignite", "lightning")
 pytestmark = pytest.mark.full
@@ -47,7 +41,7 @@ def need(library: str) -> None:
 def losses(
     launch: Launch, start: Sequence[str], library: str, env: dict[str, str] | None = None, options: Sequence[str] = ()
 ) -> list[str]:
-    program = str(ROOT / "examples" / "plugins" / EXAMPLES[library])
+    program = str(ROOT / "examples" / "plugins" / EXAMPLES[library][0])
     printed = launch([*start, PROGRAM, *options, program], env=env, timeout_s=250).stdout
     return re.findall(r"2 ranks, loss (\d\.\d+)", printed)
 
@@ -62,12 +56,13 @@ def test_a_library_trains_on_two_ranks_with_the_same_loss_under_every_launcher(
     under one of them, and over the process group `dualdist` under torchrun or mpirun; with --long under all.
     """
     need(library)
-    (loss,) = losses(launch, EXEC_STARTS[OVER_GLOO[library]], library)
-    for launcher in effort([], {*OVER_GLOO.values()} - {OVER_GLOO[library]}):
+    _, over_gloo, group = EXAMPLES[library]
+    (loss,) = losses(launch, EXEC_STARTS[over_gloo], library)
+    for launcher in effort([], {"torchrun", "mpirun", "horovodrun"} - {over_gloo}):
         assert losses(launch, EXEC_STARTS[launcher], library) == [loss]
-    if library != "ignite":  # which wraps no model in DDP on a backend whose name it does not know
+    if group:
         groups = {"native": "torchrun", "mpi": "mpirun"}
-        for backend in effort([PROCESS_GROUP[library]], list(groups)):
+        for backend in effort([group], list(groups)):
             env = {"DUALDIST_BACKEND": backend}
             assert losses(launch, EXEC_STARTS[groups[backend]], library, env, ["--dualdist"]) == [loss]
 

@@ -78,16 +78,7 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
         ([ended(0, 0, 1.0)], None),
         ([], None),
     ],
-    ids=[
-        "time",
-        "consequence",
-        "only consequences",
-        "message to",
-        "lost",
-        "lost by a failure",
-        "success",
-        "none",
-    ],
+    ids=["time", "consequence", "only consequences", "message to", "lost", "lost by a failure", "success", "none"],
 )
 def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], first: int | None) -> None:
     found = first_failure(ends)

@@ -111,7 +111,7 @@ def test_open_mpi_starts_on_one_host_without_ssh(launcher: str, helped: bool) ->
 @pytest.mark.parametrize(
     ("launcher", "job", "where", "message"),
     [
-        ("python", JOB, site(), r"starts 1 rank, not 2"),
+        ("python", JOB, site(), "starts 1 rank on this host"),
         ("horovodrun-mpi", JOB, site("openmpi5"), r"Open MPI 5.*start the job with mpirun itself"),
         ("mpirun", JOB, site("unknown"), r"/v/bin/mpirun belongs to neither"),
         ("mpiruns", JOB, site(), r"launcher 'mpiruns'.*did you mean 'mpirun'\?"),

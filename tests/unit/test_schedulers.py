@@ -77,15 +77,8 @@ def everything(name: str, launcher: str, requeue: int | None = None) -> ScriptRe
 
 
 def test_a_script_is_what_a_person_would_write() -> None:
-    request = ScriptRequest(
-        ("train.py", "--name", "a b"),
-        "torchrun",
-        **EVERYTHING,
-        setup=("module load python",),
-        container="image.sif",
-        backend="native",
-        env={"A": "it's"},
-    )
+    more: dict[str, Any] = {"setup": ("module load python",), "container": "image.sif", "env": {"A": "it's"}}
+    request = ScriptRequest(("train.py", "--name", "a b"), "torchrun", **EVERYTHING, **more, backend="native")
     assert job_script("slurm", request) == GOLDEN
     assert "#BSUB -W 0:02\n" in job_script("lsf", ScriptRequest(("train.py",), "jsrun", time="0:01:01")), "rounded up"
 

@@ -86,15 +86,8 @@ def test_a_job_script_without_an_inherited_variable_does_not_start() -> None:
         "workstation", ScriptRequest(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",))
     )
     for given, message in (({}, "HF_TOKEN: is not set where this was submitted"), ({"HF_TOKEN": ""}, "torchrun: ")):
-        done = subprocess.run(
-            ["bash"],
-            input=text,
-            env={"PATH": "", **given},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            executable="/bin/bash",
-        )
+        options = {"env": {"PATH": "", **given}, "capture_output": True, "text": True, "timeout": 30}
+        done = subprocess.run(["/bin/bash"], input=text, **options)
         assert done.returncode != 0
         assert message in done.stderr
         assert ("started" in done.stdout) == bool(given)

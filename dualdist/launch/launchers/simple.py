@@ -7,8 +7,7 @@ from dualdist.launch.job import Command, Host, Job, Launcher, Site
 
 def python_commands(job: Job, site: Site) -> tuple[Command, ...]:
     if job.ranks != 1 or job.hosts:
-        wanted = f"{job.ranks} on {', '.join(host.name for host in job.hosts)}" if job.hosts else f"{job.ranks}"
-        raise LaunchError(f"plain python starts 1 rank, not {wanted}: choose a launcher, or call dd.spawn")
+        raise LaunchError("plain python starts 1 rank on this host: choose a launcher, or call dd.spawn")
     return (Command((site.python, *job.program), job.variables()),)
 
 
