@@ -149,9 +149,9 @@ def read_topology(
     environ: Mapping[str, str],
     variables: LauncherVariables,
     *,
-    launcher: str,
+    launcher: str | None = None,
     needed: Sequence[str] | None = None,
-    note: str,
+    note: str | None = None,
     address: tuple[str, str] | None = MASTER,
     rendezvous: Rendezvous = "none",
     mpi: bool = False,
@@ -159,8 +159,8 @@ def read_topology(
     """Return the Topology that `variables` give; all of `needed`, by default all, must be set.
 
     Args:
-        launcher: its name for the user.
-        note: follows the names of the variables in Topology.source.
+        launcher: its name for the user, by default that of the variables.
+        note: follows the names of the variables in Topology.source, by default who sets them.
         address: the variables that may give rank 0's address; without a `rendezvous` several ranks need it.
         rendezvous: used if there is no such address.
     """
@@ -184,6 +184,7 @@ def read_topology(
     if values.get("num_nodes") == 1 or values.get("local_size") == values["size"]:  # one node: these fields follow
         inferred -= {"local_size", "node_rank", "num_nodes"}
     given = [(field, name) for field, name in variables.by_field().items() if field in values]
+    note = f" ({variables.launcher})" if note is None else note
     return Topology(
         rank=values["rank"],
         size=values["size"],
@@ -191,7 +192,7 @@ def read_topology(
         local_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        launcher=launcher,
+        launcher=launcher or variables.launcher,
         source=", ".join(name.partition("[")[0] for _, name in given) + note,  # the same on every node
         address=main.address if main else None,
         port=main.port if main else None,

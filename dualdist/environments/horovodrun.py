@@ -39,5 +39,4 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     get_integer(environ, STORE_PORT)
     read_values(environ, CROSS)
     variables = ELASTIC_VARIABLES if environ.get(ELASTIC) == "1" else VARIABLES
-    note = " (horovodrun)"
-    return read_topology(environ, variables, launcher="horovodrun", note=note, address=None, rendezvous="horovod")
+    return read_topology(environ, variables, address=None, rendezvous="horovod")

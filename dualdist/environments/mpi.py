@@ -125,8 +125,7 @@ def _read_mpi(
     environ: Mapping[str, str], variables: LauncherVariables, launcher: str, needed: Sequence[str] | None = None
 ) -> Topology:
     """Return the Topology in MPI_COMM_WORLD; rendezvous is by MPI broadcast unless MASTER_ADDR and _PORT are set."""
-    note = f" ({variables.launcher})"
-    return read_topology(environ, variables, launcher=launcher, needed=needed, note=note, rendezvous="mpi", mpi=True)
+    return read_topology(environ, variables, launcher=launcher, needed=needed, rendezvous="mpi", mpi=True)
 
 
 def read_mpirun(environ: Mapping[str, str], variables: LauncherVariables) -> Topology | None:

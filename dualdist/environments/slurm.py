@@ -61,8 +61,6 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     return read_topology(
         {**environ, tasks: str(_tasks_on_node(environ, node))},
         replace(VARIABLES, local_size=tasks),
-        launcher="srun",
-        note=" (srun)",
         rendezvous="slurm",
         mpi=started_with_pmix(environ) or get_value(environ, CRAY) is not None,
     )

@@ -28,9 +28,7 @@ OVERRIDE_LAUNCHER = "DUALDIST_LAUNCHER"
 
 def detect_torchrun(environ: Mapping[str, str]) -> Topology | None:
     """Read torchrun's variables; the agent serves a store at MASTER_ADDR if TORCHELASTIC_USE_AGENT_STORE is True."""
-    if get_value(environ, RUN_ID) is None:
-        return None
-    return read_topology(environ, VARIABLES, launcher="torchrun", needed=NEEDED, note=" (torchrun)")
+    return None if get_value(environ, RUN_ID) is None else read_topology(environ, VARIABLES, needed=NEEDED)
 
 
 def detect_env(environ: Mapping[str, str]) -> Topology | None:
