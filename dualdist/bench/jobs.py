@@ -247,8 +247,7 @@ def refusal_reasons(
     configs: Sequence[RunConfig], settings: MeasurementSettings, facts: MachineFacts
 ) -> dict[RunConfig, str]:
     """Return why configurations cannot run here, for those of which a reason is known."""
-    reasons = {config: next(_reasons(config, settings, facts), None) for config in configs}
-    return {config: reason for config, reason in reasons.items() if reason is not None}
+    return {each: why for each in configs if (why := next(_reasons(each, settings, facts), None)) is not None}
 
 
 def _reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFacts) -> Iterator[str]:
