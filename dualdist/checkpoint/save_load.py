@@ -206,9 +206,7 @@ class CheckpointSaver:
         optimizers = {name: part for name, part in sorted(parts.items()) if isinstance(part, torch.optim.Optimizer)}
         residuals = {name: found for name, part in optimizers.items() if (found := gather_residuals(part)) is not None}
         if group.rank == ROOT:
-            wrappers = {
-                name: wrapper for name, part in optimizers.items() if (wrapper := get_wrapper(part)) is not None
-            }
+            wrappers = {name: each for name, part in optimizers.items() if (each := get_wrapper(part)) is not None}
             content[METADATA] = {
                 "format": FORMAT,
                 "random": states,
