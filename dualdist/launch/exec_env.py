@@ -27,10 +27,7 @@ DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri", "/dev/davinci_m
 def prepare(environ: MutableMapping[str, str], timeout_s: float) -> tuple[Topology, dict[str, str]]:
     """Find this rank, meet the others where needed, and set variables in `environ`, which are returned.
 
-    Every rank calls this. MASTER_ADDR and MASTER_PORT keep the values that they have.
-
-    Raises:
-        DualdistError: as dd.init() does.
+    Every rank calls this. MASTER_ADDR and MASTER_PORT keep the values that they have. Errors are those of dd.init().
     """
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise UsageError(f"--timeout {timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")

@@ -47,13 +47,8 @@ def parse_mpi_version(text: str) -> Mpi:
 def run_command(command: Command, *, timeout_s: float | None, what: str) -> tuple[int, str]:
     """Run a command and all processes that it starts to their end; return its exit code, and its stdout with stderr.
 
-    Ctrl-C and SIGTERM end them, too.
-
-    Args:
-        what: names the job in errors.
-
-    Raises:
-        LaunchError: the command cannot be started, times out, or leaves processes behind.
+    Ctrl-C and SIGTERM end them, too. LaunchError, in which `what` names the job, says that it cannot be started, times
+    out, or leaves processes behind.
     """
     mark, mark_variables = processes.new_job_mark(os.environ)
     line = shlex.join(redact_command(command.argv))

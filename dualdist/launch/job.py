@@ -235,8 +235,7 @@ VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def parse_duration(text: str) -> int:
     """Return the seconds of [days-]hours:minutes:seconds; schedulers read shorter forms differently.
 
-    Raises:
-        ValueError: with what was expected, as in all functions below.
+    The ValueError says what was expected, as in all functions below.
     """
     found = TIME.fullmatch(text)
     parts = {name: int(value) for name, value in found.groupdict("0").items()} if found else {}

@@ -210,10 +210,8 @@ def build_script_request(
 ) -> ScriptRequest:
     """Return the request to the scheduler `name`, with `resources` as in a job file.
 
-    The default launcher is the scheduler's first one, or the first that starts MPI if the job needs that.
-
-    Raises:
-        UsageError: options exclude each other; the Horovod of the job's nodes is unknown here.
+    The default launcher is the scheduler's first one, or the first that starts MPI if the job needs that. UsageError
+    for options that exclude each other; the Horovod of the job's nodes is unknown here.
     """
     scheduler, needs_mpi = find_scheduler(name), registry.needs_mpi(backend, transport)
     launcher = launcher or next(each for each in scheduler.launchers if ALL[each].mpi != "never" or not needs_mpi)
