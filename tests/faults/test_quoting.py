@@ -108,8 +108,11 @@ def test_no_secret_is_printed_by_a_dry_run(launcher: str, capfd: pytest.CaptureF
     assert "NAMED_TOKEN=***" in printed
 
 
-@pytest.mark.smoke("bench startup --dry-run")
-@pytest.mark.parametrize("command", ["doctor", "doctor --json -", "compare --dry-run", "bench startup --dry-run"])
+COMMANDS = ["doctor", "doctor --json -", "doctor --explain-env", "compare --dry-run", "bench startup --dry-run"]
+
+
+@pytest.mark.smoke("doctor --explain-env", "bench startup --dry-run")
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("secrets")
 def test_no_secret_is_printed_by_other_commands(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     main(command.split())
