@@ -139,11 +139,9 @@ def get(name: str) -> BackendSpec:
     spec = _registered().get(name)
     if spec is not None:
         return spec
-    if name in BUILTIN:
-        point = _builtin_points()[name]
-    else:
+    if name not in BUILTIN:
         require_choice(name, names(), "backend")
-        point = _entry_points()[name]
+    point = (_builtin_points() if name in BUILTIN else _entry_points())[name]
     try:
         loaded = point.load()
     except Exception as error:

@@ -40,12 +40,6 @@ def define_allreduce(
                 members, tensor.detach(), cast(Op, op), name, prescale, postscale, reduction=order
             ).run()
 
-    @allreduce.register_fake
-    def _(
-        tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float, reduction: str
-    ) -> torch.Tensor:
-        return torch.empty_like(tensor)
-
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         _, ctx.op, ctx.name, *ctx.others = inputs
 
@@ -53,6 +47,7 @@ def define_allreduce(
         name = f"{ctx.name}.backward" if ctx.name else ""
         return allreduce(gradient, ctx.op, name, *ctx.others), *[None] * (2 + len(ctx.others))
 
+    allreduce.register_fake(lambda tensor, *_: torch.empty_like(tensor))
     allreduce.register_autograd(backward, setup_context=setup_context)
     return allreduce
 

@@ -195,14 +195,14 @@ class NativeBackend:
         return self._start(buffer, lambda: group.recv([buffer], source, tag))
 
     def duplicate(self, key: str) -> NativeBackend:
-        child = self._child(self.ranks, key, shares=True)
+        child = self._child(self.ranks, key, self.hosts)
         if child._host is None:
             self.hosts = ()  # later duplicates would find no room either
         return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
         if self.ranks[self.rank] in ranks:
-            return self._child(ranks, key, shares=True)
+            return self._child(ranks, key, self.hosts)
         return NativeBackend(dict, ranks, -1, self._store, self._settings, self.timeout_s, owned=False)
 
     def built_with(self) -> dict[str, int]:
@@ -232,7 +232,7 @@ class NativeBackend:
         """Close before the interpreter ends, or Gloo's threads abort the process (pytorch pull request 179291)."""
         stop_at_exit(self.close)
 
-    def _child(self, ranks: Sequence[int], key: str, *, shares: bool) -> NativeBackend:
+    def _child(self, ranks: Sequence[int], key: str, hosts: Sequence[int] = ()) -> NativeBackend:
         """Return a backend with new connections between the ranks, which meet in the store under `key`."""
         rank = list(ranks).index(self.ranks[self.rank])
         store = dist.PrefixStore(key, self._store)
@@ -240,7 +240,6 @@ class NativeBackend:
         def connect() -> dict[str, ProcessGroup]:
             return self._process_groups(store, rank, len(ranks))
 
-        hosts = self.hosts if shares else ()
         child = NativeBackend(connect, ranks, rank, store, self._settings, self.timeout_s, hosts=hosts)
         self._children.append(child)
         child._share_memory()
@@ -279,7 +278,7 @@ class NativeBackend:
             return
         leaders = None
         if not is_only_host and index == 0:
-            leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
+            leaders = self._child([ranks[0] for ranks in members.values()], "leaders")
         self._host = HostCollectives(host, leaders, is_only_host=is_only_host)
         self.done_means_all_started = is_only_host
         self.mean_devices = self.rank_order_devices = frozenset(("cpu",) if is_only_host else ())
