@@ -3,15 +3,15 @@
 Starting a process that imports torch costs 2.5 CPU seconds, most of what a test of a few collectives costs.
 """
 
+import contextlib
 import faulthandler
-import json
 import os
-import selectors
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ class RankPool:
         self._size = size
         self._on_start = on_start
         self._job: Job | None = None
-        self._ranks: dict[int, socket.socket] = {}
-        self._replies: dict[socket.socket, bytes] = {}
+        self._ranks: list[Connection] = []
 
     def run(self, task: str, timeout_s: float = TASK_S) -> list[Any]:
         """Run the task on all ranks.
@@ -55,23 +54,21 @@ class RankPool:
         try:
             if self._job is None:
                 self._start()
-            for connection in self._ranks.values():
-                connection.sendall(json.dumps(task).encode() + b"\n")
-            replies = self._receive(set(self._ranks.values()), f"task {task}", timeout_s)
-            values = [replies[self._ranks[rank]] for rank in range(self._size)]
-            failures = [f"rank {rank}: {reply['failure']}" for rank, reply in enumerate(values) if reply["failure"]]
-            assert not failures, "\n".join(failures)
+            for connection in self._ranks:
+                connection.send(task)
+            values, failures = zip(*self._receive(self._ranks, f"task {task}", timeout_s), strict=True)
+            found = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
+            assert not found, "\n".join(found)
         except BaseException:
             self.close(grace_s=0)
             raise
-        return [reply["value"] for reply in values]
+        return list(values)
 
     def close(self, grace_s: float = 10.0) -> None:
         """End the ranks; within grace_s they shut down their session first."""
-        for connection in self._ranks.values():
+        for connection in self._ranks:
             connection.close()
         self._ranks.clear()
-        self._replies.clear()
         if self._job is not None:
             job, self._job = self._job, None
             outcome = job.wait(grace_s)
@@ -86,43 +83,31 @@ class RankPool:
             self._job = self._start_job({SOCKET: path})
             self._on_start(self._job.pid)
             deadline = time.monotonic() + START_S
-            connections: set[socket.socket] = set()
-            while len(connections) < self._size:
-                self._check_job(deadline, f"the start of {self._size} ranks, of which {len(connections)} are there")
-                try:
-                    connections.add(listener.accept()[0])
-                except TimeoutError:
-                    continue
-        self._replies = dict.fromkeys(connections, b"")
-        hellos = self._receive(connections, "the ranks' numbers", START_S)
-        self._ranks = {int(rank): connection for connection, rank in hellos.items()}
-        assert sorted(self._ranks) == list(range(self._size)), f"ranks {sorted(self._ranks)} of {self._size}"
+            found: list[Connection] = []
+            while len(found) < self._size:
+                self._check_job(deadline, f"the start of {self._size} ranks, of which {len(found)} are there")
+                with contextlib.suppress(TimeoutError):
+                    found.append(Connection(listener.accept()[0].detach()))
+        by_rank = dict(zip(self._receive(found, "the ranks' numbers", START_S), found, strict=True))
+        assert sorted(by_rank) == list(range(self._size)), f"ranks {sorted(by_rank)} of {self._size}"
+        self._ranks = [by_rank[rank] for rank in range(self._size)]
 
-    def _receive(self, expected: set[socket.socket], what: str, timeout_s: float) -> dict[socket.socket, Any]:
+    def _receive(self, expected: Sequence[Connection], what: str, timeout_s: float) -> list[Any]:
         """Return one reply from each of the connections."""
         deadline = time.monotonic() + timeout_s
-        replies: dict[socket.socket, Any] = {}
-        with selectors.DefaultSelector() as selector:
-            for connection in expected:
-                selector.register(connection, selectors.EVENT_READ)
-            while len(replies) < len(expected):
-                self._check_job(deadline, f"{what}, answered by {self._numbers(set(replies))}")
-                for key, _ in selector.select(POLL_S):
-                    connection = key.fileobj
-                    assert isinstance(connection, socket.socket)
-                    received = connection.recv(1 << 16)
-                    self._replies[connection] += received
-                    if not received:
-                        raise AssertionError(f"rank {self._numbers({connection})} ended in {what}\n{self._outcome()}")
-                    if b"\n" in received:
-                        line, _, self._replies[connection] = self._replies[connection].partition(b"\n")
-                        replies[connection] = json.loads(line)
-                        selector.unregister(connection)
-        return replies
+        replies: dict[Any, Any] = {}
+        while len(replies) < len(expected):
+            self._check_job(deadline, f"{what}, answered by {self._numbers(replies)}")
+            for connection in wait([each for each in expected if each not in replies], POLL_S):
+                try:
+                    replies[connection] = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    number = self._numbers([connection])
+                    raise AssertionError(f"rank {number} ended in {what}\n{self._outcome()}") from None
+        return [replies[connection] for connection in expected]
 
-    def _numbers(self, connections: set[socket.socket]) -> str:
-        numbers = [rank for rank, connection in self._ranks.items() if connection in connections]
-        return ", ".join(map(str, sorted(numbers))) or "none"
+    def _numbers(self, connections: Collection[object]) -> str:
+        return ", ".join(str(rank) for rank, each in enumerate(self._ranks) if each in connections) or "none"
 
     def _check_job(self, deadline: float, what: str) -> None:
         assert self._job is not None
@@ -137,21 +122,14 @@ class RankPool:
 
 def serve(rank: int, run: Callable[[str], object]) -> None:
     """Run the pool's tasks on one of its ranks until the connection is closed."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[SOCKET])
-        with connection.makefile("rw") as lines:
-            _send(lines, rank)
-            for line in lines:
-                faulthandler.dump_traceback_later(TASK_S - 10)  # shows in the job's output where a rank hangs
-                reply: dict[str, object] = {"value": None, "failure": ""}
-                try:
-                    reply["value"] = run(json.loads(line))
-                except Exception:
-                    reply["failure"] = traceback.format_exc()
-                faulthandler.cancel_dump_traceback_later()
-                _send(lines, reply)
-
-
-def _send(lines: Any, value: object) -> None:
-    lines.write(json.dumps(value) + "\n")
-    lines.flush()
+    with Client(os.environ[SOCKET]) as connection, contextlib.suppress(EOFError, ConnectionResetError):
+        connection.send(rank)
+        while True:
+            task, value, failure = connection.recv(), None, ""
+            faulthandler.dump_traceback_later(TASK_S - 10)  # shows in the job's output where a rank hangs
+            try:
+                value = run(task)
+            except Exception:
+                failure = traceback.format_exc()
+            faulthandler.cancel_dump_traceback_later()
+            connection.send((value, failure))
