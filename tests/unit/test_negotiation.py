@@ -43,8 +43,6 @@ def test_only_what_all_active_ranks_request_is_agreed_and_only_what_can_never_be
     everywhere = set.intersection(*[{o.name for o in one.requests} for one in active]) if active else set()
     assert set(decision.agreed) == everywhere
     assert (decision.last_joined is not None) == (not active)
-    decision = compute_response(rows, range(len(rows)))
-    active = [one for one in rows if one.joined is None]
     if decision.refused:
         assert all(one.waiting for one in active), "some rank may still begin what the others wait for"
         assert {name for name, _ in decision.refused} == {one.waiting for one in active}
@@ -75,15 +73,3 @@ def test_a_refusal_lists_the_arguments_of_each_rank_but_no_long_lists() -> None:
     assert str(many).endswith("and 12 more")
     few = [RankRequests((request("x", op="sum"),))] * 12 + [RankRequests((request("x", op="max"),))]
     assert "and 4 more" in compute_response(few, range(13)).refused[0][1]
-
-
-def test_requests_of_other_kinds_or_names_are_all_refused() -> None:
-    rows = [RankRequests((request("x"),)), RankRequests((request("x", "broadcast"),))]
-    assert compute_response(rows, range(2)).refused[0][0] == "x"
-    decision = compute_response([row("a", waiting=True), row("b", waiting=True)], range(2))
-    assert [name for name, _ in decision.refused] == ["a", "b"]
-    assert "rank 0 in allreduce 'a'" in decision.refused[0][1]
-    assert "rank 1 in allreduce 'b'" in decision.refused[0][1]
-    rows = [RankRequests((request("x", "allgather"),), "x"), joined(3)]
-    assert "rank 1 called join" in compute_response(rows, range(2)).refused[0][1]
-    assert compute_response([row("x"), joined(3)], range(2)).agreed == ("x",)

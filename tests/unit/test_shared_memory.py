@@ -52,20 +52,6 @@ def call(body: Body, port: int, place: int, size: int) -> Any:
     return body(TcpStore(store, "127.0.0.1", "the test"), place, size)
 
 
-def write_and_read(store: TcpStore, place: int, size: int) -> bytes:
-    segment = open_segment(store, "key", place, size, 1 << 16, Deadline(TIMEOUT_S))
-    view = segment.map()
-    view[place] = 7 + place
-    deadline = Deadline(TIMEOUT_S)
-    while 0 in view[:size] and not deadline.passed():
-        time.sleep(0.01)
-    return bytes(view[:size])
-
-
-def test_what_one_writes_the_others_read(in_processes: InProcesses) -> None:
-    assert in_processes(3, write_and_read) == [bytes([7, 8, 9])] * 3
-
-
 def test_too_little_room_is_said_with_what_to_type(tmp_path: Path) -> None:
     assert unavailable_reason(1 << 10, str(tmp_path)) == ""
     assert "--shm-size" in unavailable_reason(1 << 60, str(tmp_path))
