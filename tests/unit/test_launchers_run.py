@@ -15,7 +15,7 @@ from dualdist.errors import LaunchError
 from dualdist.launch import processes
 from dualdist.launch.execute import find_site, run_command
 from dualdist.launch.job import Command
-from dualdist.launch.processes import signals_deferred, termination_raises
+from dualdist.launch.processes import signals_deferred
 
 # Starts a child in a session of its own, as launchers start ranks, writes its pid to argv[1], and ends or stays.
 PARENT = """
@@ -116,17 +116,7 @@ processes.send_signal([1, os.getpid()], signal.SIGURG)
 
 
 def test_a_deferred_signal_is_raised_at_the_end_of_the_block_even_if_it_fails() -> None:
-    begun: list[signal.Signals] = []
-
-    def begin(number: signal.Signals) -> None:
-        with termination_raises(), signals_deferred():
-            signal.raise_signal(number)
-            begun.append(number)
-
-    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
-        with pytest.raises(ending):
-            begin(number)
-    assert begun == [signal.SIGINT, signal.SIGTERM]
+    """test_cli_run.py has one of a block that starts a process."""
 
     def start() -> None:
         with signals_deferred():
