@@ -96,13 +96,6 @@ def test_a_name_is_registered_once(name: str) -> None:
         registry.register(name, lambda context: pytest.fail("not started"), ("tcp",))
 
 
-def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, "other", "mpi = other:SPEC")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UsageError, match=r"two .* 'mpi': dualdist\.backends\.mpi:SPEC and other:SPEC"):
-        registry.names()
-
-
 @pytest.mark.parametrize(
     ("code", "reason"), [("raise OSError('no driver')", "no driver"), ("SPEC = 1", "no BackendSpec")]
 )
