@@ -34,6 +34,14 @@ def views(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) 
     return [p.grad.untyped_storage().data_ptr() in addresses for p in parameters if p.grad is not None]
 
 
+CLEARINGS: tuple[Callable[[torch.Tensor], object], ...] = (
+    lambda param: param.grad.zero_(),
+    lambda param: param.grad.detach_().zero_(),
+    lambda param: setattr(param, "grad", torch.zeros_like(param)),
+    lambda param: setattr(param.grad, "data", torch.zeros_like(param)),
+)
+
+
 @law
 def gradients_are_views_of_the_buckets_until_the_next_backward() -> None:
     """Whatever the program did with those of the step before: each is what autograd accumulates into or replaces."""
@@ -42,21 +50,13 @@ def gradients_are_views_of_the_buckets_until_the_next_backward() -> None:
     loss_of(model, dd.rank(), 0).backward()
     params = [param for param in model.parameters() if param.grad is not None]
     optimizer.step()
-    for step in range(1, 10):
+    for step in range(9):
         right = mean_gradients(model, (step,))
         before = [param.grad for param in params]
-        if step == 1:
-            optimizer.zero_grad(set_to_none=False)
-        elif step == 2:
+        if step < len(CLEARINGS):
             for param in params:
-                param.grad.detach_().zero_()
-        elif step == 3:
-            for param in params:
-                param.grad = torch.zeros_like(param)
-        elif step == 4:
-            for param in params:
-                param.grad.data = torch.zeros_like(param)
-        elif step == 5:  # none is cleared
+                CLEARINGS[step](param)
+        elif step == len(CLEARINGS):  # none is cleared
             mean = iter(before)
             right = [grad if grad is None else grad + next(mean) for grad in right]
         else:

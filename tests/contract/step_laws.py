@@ -114,18 +114,6 @@ def closures_return_any_number_or_no_number_on_every_rank() -> None:
             assert step(1) == size / divisor, "and the ranks are still in step"
 
 
-@law_alone
-def a_backward_without_a_step_does_not_affect_the_next() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
-    weight.sum().backward()  # no step follows, as after an overflow
-    optimizer.zero_grad()
-    if dd.rank() == 0:
-        weight.sum().backward()
-    optimizer.step()
-    assert torch.allclose(weight, torch.full((2,), 1 - 1 / dd.size()))
-
-
 @law
 def gradients_with_op_sum_start_from_zero_however_they_were_cleared() -> None:
     for drop in ("optimizer", "model", "by hand"):
