@@ -9,9 +9,15 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
-from dualdist.errors import UnsupportedError, UsageError
+from dualdist.errors import AlreadyInitializedError, UnsupportedError, UsageError
 
 ONE: Any = torch.ones(1)
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
 NOT: Any = 3
 MISTAKES: dict[str, Callable[[], Any]] = {
     **{
@@ -34,13 +40,33 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a data set": lambda: dd.Sampler(NOT, remainder="drop"),
     "a sampler": lambda: dd.loader([1], sampler=NOT),
 }
-# What check_consistency() cannot compare.
-MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: nn.Linear(2, 2).parameters(), UsageError, r"named_parameters\(\)"),
-    (lambda: {"lr": 0.1}, UsageError, "lr is a float"),
-    (lambda: nn.LazyLinear(3), UsageError, "run a forward first"),
-    (lambda: {"s": torch.ones(2).to_sparse()}, UnsupportedError, "s is sparse"),
-    (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "on no device"),
+# Of the right type, but with a value that is refused by name.
+VALUES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: dd.allreduce(torch.ones(2, dtype=torch.int64)), "int64.*op='sum'"),
+    (lambda: dd.broadcast(ONE, 1), "root=1"),
+    (lambda: dd.broadcast(ONE, 0.5), "root"),
+    (lambda: dd.broadcast_object(1, "0"), "root"),
+    (lambda: dd.broadcast_parameters(nn.Linear(2, 2).parameters()), "named_parameters"),
+    (lambda: dd.wrap_optimizer(sgd(), accumulate=0), "accumulate=0"),
+    (lambda: dd.wrap_optimizer(sgd(), op="avg"), "sum, adasum.*'mean'"),
+    (lambda: dd.wrap_optimizer(sgd(), gradient_predivide_factor=0.0), "gradient_predivide_factor=0.0"),
+    (lambda: dd.wrap_optimizer(sgd(), nn.Linear(2, 2).named_parameters()), "lacks"),
+    (lambda: dd.wrap_optimizer(dd.wrap_optimizer(sgd())), "already"),
+    (lambda: dd.allreduce_(ONE.expand(3)), "contiguous"),
+    (lambda: dd.allreduce(ONE, name=b"bytes"), "name=b'bytes'"),
+    (lambda: dd.allreduce(ONE, prescale="twice"), "twice"),
+    (lambda: dd.allreduce(ONE, postscale=1j), "1j"),
+    (lambda: dd.alltoall(ONE, [1.0]), "splits"),
+    (lambda: dd.new_group([0.0]), "ranks"),
+    (lambda: dd.check_consistency(nn.Linear(2, 2).parameters()), r"named_parameters\(\)"),
+    (lambda: dd.check_consistency({"lr": 0.1}), "lr is a float"),
+    (lambda: dd.check_consistency(nn.LazyLinear(3)), "run a forward first"),
+    (lambda: dd.check_consistency({"s": torch.ones(2).to_sparse()}), "s is sparse"),
+    (lambda: dd.check_consistency(nn.Linear(2, 2, device="meta")), "on no device"),
+    (lambda: dd.allreduce(ONE, "avg"), "did you mean 'mean'"),
+    (lambda: dd.allreduce(ONE, "average"), "did you mean 'mean'"),
+    (lambda: dd.allreduce(ONE, "SUM"), "did you mean 'sum'"),
+    (lambda: dd.allreduce(ONE, "prod"), "did you mean 'product'"),
 ]
 
 
@@ -62,6 +88,14 @@ def test_an_invalid_argument_raises_usage_error_and_the_session_goes_on(session:
     with pytest.raises(UsageError, match=r"expected|takes|needs"):
         MISTAKES[name]()
     assert dd.allreduce(ONE).item() == 1.0
+
+
+@pytest.mark.parametrize(("call", "words"), VALUES)
+def test_an_invalid_value_is_named(session: None, call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((UsageError, UnsupportedError), match=words):
+        call()
+    with pytest.raises(AlreadyInitializedError, match="shutdown"):
+        dd.init()
 
 
 @pytest.mark.parametrize(
@@ -95,17 +129,3 @@ def test_a_wrong_argument_is_named_with_the_function_and_our_keyword(
 def test_a_name_of_torch_distributed_leads_to_ours() -> None:
     with pytest.raises(AttributeError, match=r"'get_rank'; call dd\.rank$"):
         getattr(dd, "get_rank")  # noqa: B009  (type checkers know that there is none)
-
-
-@pytest.mark.parametrize(("op", "ours"), [("avg", "mean"), ("average", "mean"), ("SUM", "sum"), ("prod", "product")])
-def test_an_operation_of_torch_or_horovod_leads_to_ours(session: None, op: Any, ours: str) -> None:
-    with pytest.raises(UsageError, match=f"did you mean '{ours}'"):
-        dd.allreduce(ONE, op)
-
-
-@pytest.mark.parametrize(("model", "kind", "words"), MODELS)
-def test_check_consistency_refuses_what_it_cannot_compare(
-    session: None, model: Callable[[], Any], kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(kind, match=words):
-        dd.check_consistency(model())
