@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal
@@ -54,8 +54,8 @@ SHUT_DOWN = "Horovod was shut down before all ranks were ready"  # which drops a
 CALL_S = 1.0  # timeout of a connection to this process's own server
 
 
-def slot_variables(locations: Sequence[RankLocation]) -> list[Variables]:
-    """Return Horovod's variables of every rank. Its cross rank counts the nodes that have the same local rank."""
+def slots_of(locations: Sequence[RankLocation]) -> list[dict[str, Any]]:
+    """Return Horovod's SlotInfo of every rank. Its cross rank counts the nodes that have the same local rank."""
     local_sizes = Counter(location.node_rank for location in locations)
     columns: dict[int, list[int]] = defaultdict(list)
     for location in sorted(locations, key=lambda location: location.node_rank):
@@ -63,13 +63,13 @@ def slot_variables(locations: Sequence[RankLocation]) -> list[Variables]:
     cross_ranks = {(node, local): index for local, nodes in columns.items() for index, node in enumerate(nodes)}
     return [
         {
-            "HOROVOD_HOSTNAME": f"node{location.node_rank}",
-            "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(len(locations)),
-            "HOROVOD_LOCAL_RANK": str(location.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(local_sizes[location.node_rank]),
-            "HOROVOD_CROSS_RANK": str(cross_ranks[location.node_rank, location.local_rank]),
-            "HOROVOD_CROSS_SIZE": str(len(columns[location.local_rank])),
+            "hostname": f"node{location.node_rank}",
+            "rank": rank,
+            "size": len(locations),
+            "local_rank": location.local_rank,
+            "local_size": local_sizes[location.node_rank],
+            "cross_rank": cross_ranks[location.node_rank, location.local_rank],
+            "cross_size": len(columns[location.local_rank]),
         }
         for rank, location in enumerate(locations)
     ]
@@ -341,10 +341,11 @@ def start_on_gloo(context: InitContext) -> HorovodBackend:
         )
     topology, environ = context.topology, context.environ
     deadline = Deadline(context.timeout_s)
-    slots = slot_variables(context.locations)
-    settings = {**engine_variables("gloo", context.timeout_s), **slots[topology.rank]}
+    slots = slots_of(context.locations)
+    settings = engine_variables("gloo", context.timeout_s)
+    settings |= {f"HOROVOD_{field.upper()}": str(value) for field, value in slots[topology.rank].items()}
     settings[ELASTIC] = None  # or the engine would ask this server for its slot, which it has
-    server = contextlib.ExitStack()  # of rank 0, which closing it stops
+    server = ExitStack()  # of rank 0, which closing it stops
     if context.store is None:
         settings[STORE_ADDRESS] = None  # unset: a Horovod of one rank
     else:
@@ -381,7 +382,7 @@ def _over_all(
 
 
 def _serve_or_find(
-    context: InitContext, store: Store, slots: Sequence[Variables], deadline: Deadline, server: contextlib.ExitStack
+    context: InitContext, store: Store, slots: Sequence[dict[str, Any]], deadline: Deadline, server: ExitStack
 ) -> tuple[str, int]:
     """Return the address and port of Horovod's rendezvous, which rank 0 serves until `server` is closed."""
     topology, key = context.topology, f"{context.key}/rendezvous"
@@ -402,7 +403,7 @@ def _serve_or_find(
 
 
 @real_horovod()
-def _serve(slots: Sequence[Variables], ending: contextlib.ExitStack) -> int:
+def _serve(slots: Sequence[dict[str, Any]], ending: ExitStack) -> int:
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
@@ -411,18 +412,7 @@ def _serve(slots: Sequence[Variables], ending: contextlib.ExitStack) -> int:
     server._listen_thread.name = "dualdist-rendezvous"  # a daemon thread of ours, not of the program
     # An idle connection must not delay the end of the session or of the process.
     server._httpd.daemon_threads, server._httpd.block_on_close = True, False
-    server.init(
-        [
-            SlotInfo(
-                hostname=slot["HOROVOD_HOSTNAME"],
-                **{
-                    field: int(slot[f"HOROVOD_{field.upper()}"] or 0)
-                    for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-                },
-            )
-            for slot in slots
-        ]
-    )
+    server.init([SlotInfo(**slot) for slot in slots])
 
     def stop() -> None:
         thread = threading.Thread(target=server.stop, name="dualdist-rendezvous-end")
