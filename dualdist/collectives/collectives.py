@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from dualdist.backends.base import Backend, ReduceOp
+from dualdist.backends.base import Backend, CompletedWork, Work
 from dualdist.backends.control_plane import allgather_bytes, as_bytes
 from dualdist.collectives import reductions
 from dualdist.collectives.arguments import Reduction, as_ints, check_reduction, name_of, root_of, scales_of
@@ -142,30 +142,26 @@ def _reduce_in_place(
     reduction: Reduction,
 ) -> None:
     """Reduce the tensors, those of one dtype in one buffer."""
-    prescale, postscale = scales
     is_ordered = reduction == "ordered"
     backend = RankOrderBackend(backend) if is_ordered else backend
-    ops: list[Op] = []  # what is left to do after the backend's
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    buffers = [flatten(members) for members in by_dtype.values()]
-    works = []
-    for number, (buffer, members) in enumerate(zip(buffers, by_dtype.values(), strict=True)):
-        scale_(buffer, prescale)
-        divides = is_ordered and op == "mean" and buffer.is_floating_point()
-        ops.append("sum" if divides else op)
+    running = []
+    for number, members in enumerate(by_dtype.values()):
+        buffer, sizes = scale_(flatten(members), scales[0]), [member.numel() for member in members]
+        divides = is_ordered and op == "mean" and buffer.is_floating_point()  # in the backend
         if op == "adasum":
-            adasum_(backend, buffer, [member.numel() for member in members], f"op.{name}.{number}")
+            adasum_(backend, buffer, sizes, f"op.{name}.{number}")
+            work: Work = CompletedWork(buffer)
         else:
-            sent_op: ReduceOp = "mean" if divides else wire_op(op)
-            works.append(reductions.allreduce_(backend, buffer, sent_op, f"op.{name}.{number}"))
-    for work in works:
+            work = reductions.allreduce_(backend, buffer, "mean" if divides else wire_op(op), f"op.{name}.{number}")
+        running.append((work, buffer, "sum" if divides else op, zip(members, buffer.split(sizes), strict=True)))
+    for work, buffer, left, pieces in running:
         work.wait()
-    for buffer, members, left in zip(buffers, by_dtype.values(), ops, strict=True):
-        finalize_(buffer, left, backend.size, postscale)
-        for piece, member in zip(buffer.split([member.numel() for member in members]), members, strict=True):
+        finalize_(buffer, left, backend.size, scales[1])
+        for member, piece in pieces:
             copy_to_(member, piece)
 
 
