@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from contract.oracle import assert_close, gradients, law, law_alone, loss_of, net, raises, ranks, reopen, total_loss
+from torch import nn
 
 import dualdist as dd
 from dualdist.errors import MismatchError, NotInitializedError, UsageError
@@ -194,6 +195,23 @@ def join_completes_the_ranks_pending_collectives() -> None:
     assert handle.wait().item() == sum(rank + 1 for rank in ranks())
     if lone is not None:
         assert lone.wait().item() == min(2, dd.size())
+
+
+@law_alone
+def a_session_may_follow_another() -> None:
+    """An optimizer is wrapped in one session, and again in the next one."""
+    backend, rank, weight = dd.backend(), dd.rank(), nn.Parameter(torch.ones(1))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    dd.shutdown()
+    raises(NotInitializedError, dd.size, "after dd.shutdown()")
+    raises(NotInitializedError, (weight * rank).sum().backward, "dd.wrap_optimizer again")
+    reopen(backend)
+    dd.wrap_optimizer(optimizer)
+    optimizer.zero_grad()
+    (weight * rank).sum().backward()
+    optimizer.step()
+    assert weight.item() == 1 - sum(ranks()) / dd.size()
+    assert dd.allreduce(torch.tensor(rank), "sum").item() == sum(ranks())
 
 
 @law_alone

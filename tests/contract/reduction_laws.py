@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from contract.oracle import gradients, law, law_alone, loss_of, net, raises, ranks
+from contract.oracle import law, law_alone, net, raises, ranks
 from torch import nn
 
 import dualdist as dd
@@ -150,45 +150,6 @@ def what_has_no_order_is_refused_with_the_reason() -> None:
         raises(UsageError, call, *words)
 
 
-def ordered_gradients(model: nn.Module, step: int) -> list[torch.Tensor | None]:
-    """Return the mean of all ranks' gradients, each computed in this process, added in rank order."""
-    parts = []
-    for rank in ranks():
-        model.zero_grad()
-        loss_of(model, rank, step).backward()
-        parts.append(gradients(model))
-    model.zero_grad()
-    return [None if mine[0] is None else in_rank_order("mean", mine) for mine in zip(*parts, strict=True)]
-
-
-@law_alone
-def ordered_gradients_do_not_depend_on_the_buckets() -> None:
-    """In one session, where buckets leave early; small ones hold a tensor each."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for megabytes in (25.0, 0.0001):
-            model = net().to(dtype)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            options = {"bucket_cap_mb": megabytes, "first_bucket_mb": megabytes}
-            optimizer = dd.wrap_optimizer(sgd, reduction="ordered", **options)
-            for step in range(3):
-                expected = ordered_gradients(net_like(model), step)
-                optimizer.zero_grad()
-                loss_of(model, dd.rank(), step).backward()
-                for mine, right in zip(gradients(model), expected, strict=True):
-                    assert (mine is None) == (right is None)
-                    if mine is not None and right is not None:
-                        assert_same_bits(mine.reshape(-1), right.reshape(-1), (dtype, megabytes, step))
-                optimizer.step()
-            del optimizer, sgd
-
-
-def net_like(model: nn.Module) -> nn.Module:
-    """Return another model of the same values and dtype."""
-    other = net().to(next(model.parameters()).dtype)
-    other.load_state_dict(model.state_dict())
-    return other
-
-
 @law_alone
 def joined_ranks_take_part_in_ordered_gradients() -> None:
     """Rank r has r + 1 batches; there are several buckets, of which the second ones are sent while others wait."""
@@ -224,20 +185,28 @@ def ordered_sparse_gradients_have_the_bits_of_rank_order() -> None:
 
 
 @law
-def ranks_of_several_hosts_add_in_rank_order() -> None:
-    """In this one host, whose ranks are told that they are on two."""
+def ranks_of_several_hosts_reduce_through_the_first_of_each() -> None:
+    """In this one host, whose ranks are told that they are on two; also in rank order."""
     if dd.transport() != "shm" or dd.size() < 4:
         return
     parent = session.current().world._parent
     one_host = parent.hosts
-    parent.hosts = [0, 1, 1, 1]
-    backend, gathers = parent.duplicate("ordered"), parent.duplicate("ordered gathers")
+    for hosts in ([0, 0, 1, 1], [0, 1, 1, 1]):
+        parent.hosts = hosts
+        backend, gathers = (parent.duplicate(f"{hosts}{what}") for what in ("", " gathers"))
+        for count in (3, 300_000):
+            mine = torch.full((count,), float(dd.rank()))
+            lowest = backend.allreduce_(mine.clone(), "min", f"min {count}")
+            total = backend.allreduce_(torch.empty(count), "sum", f"sum {count}", mine)
+            assert total.wait().unique().tolist() == [sum(ranks())]
+            assert lowest.wait().unique().tolist() == [0.0], "it was begun first, and is waited for last"
+        assert backend.allgather(torch.tensor([dd.rank()]), "gather").wait().tolist() == list(ranks())
+        ordered = RankOrderBackend(backend, gathers)
+        parts = {count: [values(rank, count, torch.float32) for rank in ranks()] for count in COUNTS}
+        works = {count: ordered.allreduce_(parts[count][dd.rank()].clone(), "mean", f"{count}") for count in COUNTS}
+        if dd.rank() % 2:
+            while not all(work.done() for work in works.values()):
+                pass  # these ranks begin the second messages before they wait
+        for count in reversed(COUNTS):
+            assert_same_bits(works[count].wait(), in_rank_order("mean", parts[count]), count)
     parent.hosts = one_host
-    ordered = RankOrderBackend(backend, gathers)
-    parts = {count: [values(rank, count, torch.float32) for rank in ranks()] for count in COUNTS}
-    works = {count: ordered.allreduce_(parts[count][dd.rank()].clone(), "mean", f"{count}") for count in COUNTS}
-    if dd.rank() % 2:
-        while not all(work.done() for work in works.values()):
-            pass  # these ranks begin the second messages before they wait
-    for count in reversed(COUNTS):
-        assert_same_bits(works[count].wait(), in_rank_order("mean", parts[count]), count)

@@ -193,13 +193,6 @@ def test_the_law_holds(ranks: Ranks, law: str) -> None:
     ranks.run(law)
 
 
-@pytest.mark.parametrize("ranks", in_cells(CELLS), indirect=True)
-def test_a_session_may_follow_another(ranks: Ranks) -> None:
-    numbers = range(ranks.cell.ranks)
-    for found in ranks.run("two sessions"):
-        assert found == {"stepped_to": 1 - sum(numbers) / len(numbers), "sum": sum(numbers)}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", in_cells(RANDOM_CELLS), indirect=True)
 def test_random_trainings_match_one_process(ranks: Ranks, effort: Effort) -> None:
