@@ -167,7 +167,7 @@ def alltoall_sends_equal_or_given_numbers_of_rows() -> None:
     raises(UsageError, lambda: dd.alltoall(torch.tensor(1.0)), "dimension")
     own = torch.full((3,), float(mine))  # what stays on its rank
     assert dd.alltoall(own, [3 * (rank == mine) for rank in ranks()])[0].tolist() == own.tolist()
-    assert not getattr(session.current().backend, "under_way", None), "no work is left behind"
+    assert not getattr(session.current().backend, "running", None), "no work is left behind"
 
 
 @law
