@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from dualdist.environments import EXEC_VARIABLES, detect, without_exec
 from dualdist.environments.env_values import MASTER, get_integer, get_main_address, get_value
 from dualdist.environments.horovodrun import ELASTIC
-from dualdist.environments.torchrun import RUN_ID
+from dualdist.environments.torchrun import RUN_ID, VARIABLES
 from dualdist.errors import UsageError
 from dualdist.rendezvous.exec_rendezvous import ExecRendezvous, meet, reserve_port
 from dualdist.topology import Topology
@@ -64,16 +64,8 @@ def program_variables(given: Mapping[str, str], rendezvous: ExecRendezvous) -> d
 
 def topology_variables(topology: Topology) -> dict[str, str]:
     """Return torchrun's variables of a rank, and NODE_RANK and LOCAL_SIZE, which Lightning and DeepSpeed read."""
-    numbers = {
-        "RANK": topology.rank,
-        "WORLD_SIZE": topology.size,
-        "LOCAL_RANK": topology.local_rank,
-        "LOCAL_WORLD_SIZE": topology.local_size,
-        "GROUP_RANK": topology.node_rank,
-        "GROUP_WORLD_SIZE": topology.num_nodes,
-        "NODE_RANK": topology.node_rank,
-        "LOCAL_SIZE": topology.local_size,
-    }
+    numbers = {name: getattr(topology, field) for field, name in VARIABLES.by_field().items()}
+    numbers |= {"NODE_RANK": topology.node_rank, "LOCAL_SIZE": topology.local_size}
     return {name: str(number) for name, number in numbers.items()}
 
 

@@ -1,6 +1,7 @@
 """Launchers whose command lines are a few words: plain python, spawn, torchrun, srun; and jsrun, for scripts only."""
 
 from dualdist.backends import registry
+from dualdist.environments.torchrun import OVERRIDE_ADDRESS, OVERRIDE_LAUNCHER, OVERRIDE_VARIABLES
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Command, Host, Job, Launcher, Site
 
@@ -21,8 +22,7 @@ def spawn_commands(job: Job, site: Site) -> tuple[Command, ...]:
             variables = {
                 **job.variables(),
                 **topology_variables(len(commands), job.ranks, local_rank, local_size, node_rank, len(hosts)),
-                "DUALDIST_ADDRESS": rendezvous.address,
-                "DUALDIST_PORT": str(rendezvous.port),
+                **dict(zip(OVERRIDE_ADDRESS, (rendezvous.address, str(rendezvous.port)), strict=True)),
             }
             commands.append(Command((site.python, *job.program), variables, None if host.is_local else host.name))
     return tuple(commands)
@@ -32,15 +32,8 @@ def topology_variables(
     rank: int, size: int, local_rank: int, local_size: int, node_rank: int = 0, num_nodes: int = 1
 ) -> dict[str, str]:
     """Return the variables that give a rank its topology, if dualdist itself starts it."""
-    numbers = {
-        "RANK": rank,
-        "SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_SIZE": local_size,
-        "NODE_RANK": node_rank,
-        "NUM_NODES": num_nodes,
-    }
-    return {"DUALDIST_LAUNCHER": "spawn", **{f"DUALDIST_{name}": str(number) for name, number in numbers.items()}}
+    numbers = (rank, size, local_rank, local_size, node_rank, num_nodes)
+    return {OVERRIDE_LAUNCHER: "spawn", **dict(zip(OVERRIDE_VARIABLES.given(), map(str, numbers), strict=True))}
 
 
 def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
