@@ -24,11 +24,6 @@ def options(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("common.options")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return tmp_path / "run.yaml"
-
-
 def refusal(options: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """What train.py says when it refuses these flags: its last line on stderr."""
     with pytest.raises(SystemExit) as caught:
@@ -50,30 +45,24 @@ def refusal(options: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str)
         ("model: mlp\nbatch_size: 8\nweight_decay: 0\n", [], {"batch_size": 8, "weight_decay": 0.0}),
         ("model: mlp\nlr: 1e-3\n", [], {"lr": 0.001}),
     ],
-    ids=[
-        "defaults",
-        "an empty file",
-        "flags win",
-        "default values win too",
-        "underscores",
-        "exponents are text to YAML",
-    ],
 )  # fmt: skip
 def test_flags_win_over_the_file_and_the_file_over_defaults(
-    options: ModuleType, config: Path, text: str, argv: list[str], expected: dict[str, Any]
+    options: ModuleType, tmp_path: Path, text: str, argv: list[str], expected: dict[str, Any]
 ) -> None:
+    config = tmp_path / "run.yaml"
     config.write_text(text)
     found = vars(options.parse(["--config", str(config), *argv], "train.py", None))
     assert {name: found[name] for name in expected} == expected
 
 
-def test_every_flag_is_a_key(options: ModuleType, config: Path) -> None:
+def test_every_flag_is_a_key(options: ModuleType, tmp_path: Path) -> None:
     values = {"bool": "true", "int": "9", "float": "0.5"}
     special = {"model": "mlp", "backend": "native", "dataset": "fake", "device": "cpu"}
     lines = []
     for name, settings in options.FLAGS.items():
         kind = "bool" if "action" in settings else getattr(settings.get("type"), "__name__", "str")
         lines.append(f"{name}: {special.get(name, values.get(kind, 'some text'))}\n")
+    config = tmp_path / "run.yaml"
     config.write_text("".join(lines))
     found = options.parse(["--config", str(config)], "train.py", None)
     assert (found.download, found.max_steps, found.momentum, found.summary) == (True, 9, 0.5, "some text")
@@ -87,25 +76,21 @@ def test_every_flag_is_a_key(options: ModuleType, config: Path) -> None:
         ("config: other.yaml", "unknown key 'config'; did you mean '"),
         ("3: 3", "unknown key 3; did you mean '"),
         ("epochs: three", "epochs: expected int, not 'three'"),
-        ("epochs: '3'", "epochs: expected int, not '3'"),
-        ("epochs: 2.5", "epochs: expected int, not 2.5"),
         ("epochs: true", "epochs: expected int, not True"),
         ("epochs:", "epochs: expected int, not None"),
-        ("epochs: [3]", "epochs: expected int, not [3]"),
         ("lr: true", "lr: expected float, not True"),
-        ("lr: fast", "error: argument --lr: invalid float value: 'fast'"),
         ("lr: .nan", "error: argument --lr: nan is not 0 or more"),
         ("download: 1", "download: expected bool, not 1"),
         ("data: 5", "data: expected str, not 5"),
-        ("batch_size: 0", "error: argument --batch-size: 0 is not 1 or more"),
         ("backend: mpich", "error: argument --backend: invalid choice: 'mpich'"),
         ("- epochs", "expected lines such as `epochs: 3`, not a list"),
         ("epochs: {", "while parsing a flow"),
     ],
 )
 def test_wrong_file_is_refused_by_file_and_key(
-    options: ModuleType, config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+    options: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
+    config = tmp_path / "run.yaml"
     config.write_text(text)
     line = refusal(options, capsys, "--config", str(config))
     assert line.startswith("train.py: ")
@@ -131,12 +116,6 @@ def test_wrong_flag_is_refused_with_one_line(
     options: ModuleType, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
 ) -> None:
     assert words in refusal(options, capsys, *argv)
-
-
-def test_data_folder_that_holds_cifar10_is_accepted(options: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    argv = ["--model=mlp", "--dataset=cifar10", f"--data={tmp_path}"]
-    assert options.parse(argv, "train.py", None).data == str(tmp_path)
 
 
 IMAGES = 6
@@ -169,7 +148,9 @@ def test_digits_are_those_of_scikit_learn_split_alike_every_time(data: ModuleTyp
     assert [len(part) for part in data.limited(data.digits(), None)] == [1437, 360]
 
 
-def test_cifar10_is_read_where_it_lies(data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_is_read_where_it_lies(
+    options: ModuleType, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files in CIFAR-10's format, whose checksums stand for those of the real ones."""
     folder = tmp_path / data.FOLDERS["cifar10"]
     folder.mkdir()
@@ -186,7 +167,8 @@ def test_cifar10_is_read_where_it_lies(data: ModuleType, tmp_path: Path, monkeyp
     monkeypatch.setattr(kind, "train_list", [[name, sums[name]] for name, _ in kind.train_list])
     monkeypatch.setattr(kind, "test_list", [[name, sums[name]] for name, _ in kind.test_list])
     monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": meta})
-    train, validation = data.cifar10(str(tmp_path))
+    argv = ["--model=mlp", "--dataset=cifar10", f"--data={tmp_path}"]
+    train, validation = data.cifar10(options.parse(argv, "train.py", None).data)
     assert (len(train), len(validation)) == (5 * IMAGES, IMAGES)
     image, label = validation[3]
     assert (image.shape, label) == ((3, 32, 32), 3)

@@ -1,25 +1,30 @@
-"""The READMEs and the manual: commands that the command line knows, the table of launchers and backends, tests."""
+"""The READMEs and the manual: commands that the command line knows, tables that the code knows better, links."""
 
 import argparse
+import importlib.util
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 from contract.test_laws import CELLS
 from harness.base_env import ROOT
+from harness.installed import lack
+from harness.pages import FENCED, FILES, PAGES, find_blocks, without_code
 
+import dualdist as dd
 from dualdist.cli import COMMANDS, build_parser
+from dualdist.launch.job_file import loads
 
-PAGES = sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/pages/**/*.md"))
-FILES = (*sorted(path.relative_to(ROOT) for path in ROOT.glob("*/README.md")), Path("README.md"), *PAGES)
+DOCUMENTS = [path for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")] if ".venv" not in path.parts]
 # Words before a command of ours that are no part of it: variables, and what starts it somewhere else.
 BEFORE = r"(?:[A-Z_]+=\S+ +|docker run .*? dualdist +|docker compose exec hosta +|srun -n 1 +)*"
 COMMAND = re.compile(rf"^{BEFORE}(dualdist (?:{'|'.join(COMMANDS)})\b.*)$")
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def lines(text: str) -> list[str]:
@@ -37,7 +42,8 @@ def ours(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 TESTS_README = (ROOT / "tests/README.md").read_text()
-TEXTS = {str(file): (ROOT / file).read_text() for file in FILES}
+READMES = [path for path in DOCUMENTS if path.name == "README.md"]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in [*READMES, *FILES]}
 LINES = [(file, line) for file, text in TEXTS.items() for line in lines(text)]
 INLINE = [(file, code) for file, text in TEXTS.items() for code in inline(text)]
 
@@ -51,12 +57,8 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 
 def test_there_are_commands_to_hold_against_the_parser() -> None:
-    assert {file for file, _ in ours(LINES)} >= {
-        "README.md",
-        "launch/README.md",
-        "docker/README.md",
-        "examples/README.md",
-    }
+    have = {file for file, _ in ours(LINES)}
+    assert have >= {"README.md", "launch/README.md", "docker/README.md", "examples/README.md"}
     assert len(ours(LINES)) > 30
     assert len(ours(INLINE)) > 10
 
@@ -106,7 +108,7 @@ CARRIED_BY = {"native": "native", "Horovod over Gloo": "horovod gloo", "Horovod 
 
 
 def matrix_of_manual() -> dict[str, dict[str, str]]:
-    lines = (ROOT / "docs/pages/guides/choosing-a-backend.md").read_text().splitlines()
+    lines = (PAGES / "guides/choosing-a-backend.md").read_text().splitlines()
     first = lines.index(f"| | {' | '.join(CARRIED_BY)} |")
     rows = [re.findall(r" ([^|]*?) (?=\|)", line) for line in lines[first + 2 : lines.index("", first)]]
     return {row[0]: dict(zip(CARRIED_BY, row[1:], strict=True)) for row in rows}
@@ -128,15 +130,14 @@ def test_the_readme_is_one_page_with_tables_of_the_manual() -> None:
         ("guides/choosing-a-backend.md", f"| | {' | '.join(CARRIED_BY)} |"),
         ("benchmarks.md", "| | ResNet-18 "),
     ):
-        manual = (ROOT / "docs/pages" / page).read_text().splitlines()
+        manual = (PAGES / page).read_text().splitlines()
         first, there = (next(i for i, line in enumerate(text) if line.startswith(head)) for text in (lines, manual))
         assert lines[first : lines.index("", first)] == manual[there : manual.index("", there)]
 
 
 @pytest.mark.full
 def test_each_command_finds_tests(base_env: Mapping[str, str]) -> None:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", TESTS_README, re.MULTILINE | re.DOTALL)
-    (block,) = (text for language, text in blocks if not language)
+    (block,) = (text for language, text in FENCED.findall(TESTS_README) if not language)
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert all(words[:3] == ["python", "-m", "pytest"] for words in lines)
     collect = "import sys, pytest; sys.exit(max(pytest.main([*line, '--collect-only', '-q']) for line in {lines}))"
@@ -151,3 +152,70 @@ def test_every_folder_stands_in_the_table() -> None:
     assert sorted(folders) == sorted(path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py")))
     launch_files = {Path(word).name for word in re.findall(r"`([\w/]+\.py)`", TESTS_README)}
     assert all(next((ROOT / "tests").rglob(name), None) for name in launch_files)
+
+
+HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of the headings, as GitHub and mkdocs make them, which strips blanks."""
+    text = FENCED.sub("", HOOKS["on_page_markdown"](path.read_text()))
+    words = [re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {each.replace(" ", "-") for word in words for each in (word, word.strip())}
+
+
+@pytest.mark.parametrize("path", [*FILES, *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        leads_to = (path.parent / file).resolve() if file else path
+        assert leads_to.exists(), target
+        assert not anchor or anchor in anchors(leads_to), target
+        assert PAGES not in path.parents or PAGES in leads_to.parents, f"{target} is outside of the manual"
+
+
+def test_a_file_of_the_repository_that_a_page_names_is_there() -> None:
+    path = re.compile(r"(?<![\w/])(?:docker|docs|dualdist|examples|launch|tests)/[\w./-]+\.\w+")
+    named = {(page.name, each) for page in FILES for each in path.findall(page.read_text())}
+    assert len(named) > 40
+    assert {each for each in named if not (ROOT / each[1]).exists()} == set()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^::: dualdist\.(\w+)$", (PAGES / "reference/api.md").read_text(), re.MULTILINE)
+    errors = {name for name in dd.__all__ if name.endswith("Error")}  # reference/errors.md
+    assert sorted(listed) == sorted({*dd.__all__} - errors - {"__version__", "elastic"})
+    members = re.findall(r"^::: dualdist\.elastic\.(\w+)$", (PAGES / "reference/api.md").read_text(), re.MULTILINE)
+    assert sorted(members) == sorted(dd.elastic.__all__)
+
+
+def test_the_table_of_extras_has_those_of_the_project() -> None:
+    _, _, project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")
+    extras = set(re.findall(r"^(\w+) = \[", project.partition("\n[")[0], re.MULTILINE)) - {"test"}
+    listed = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (PAGES / "install.md").read_text(), re.MULTILINE)
+    assert {name for cell in listed for name in re.findall(r"\w+", cell)} == extras
+
+
+@pytest.mark.parametrize("block", find_blocks("yaml"), ids=str)
+def test_a_job_file_of_the_manual_is_valid(block: object) -> None:
+    loads(block.text, str(block), is_script=True)  # type: ignore[attr-defined]
+
+
+@pytest.mark.full
+def test_the_manual_builds_without_a_warning_a_network_or_a_file_of_another_host(
+    base_env: Mapping[str, str], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec("material") is None:
+        lack("mkdocs-material", "setup", "make")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "docs/mkdocs.yml")]
+    alone = ["unshare", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:  # needs root, or rights of a container
+        alone = []
+    env = {**base_env, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run([*alone, *build, "--site-dir", str(tmp_path)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = re.compile(r"<(?:script|link|img|iframe)[^>]*?(?:src|href)=[\"']?https?://[^>]*>")
+    assert [each for page in tmp_path.rglob("*.html") for each in loaded.findall(page.read_text())] == []
