@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import dualdist as dd
 from dualdist.errors import UsageError
 
+Program = Layer = SimpleNamespace
 STEPS = 3
 # In float64. Other orders of a sum differ by 1e-16; Adam and Adagrad divide by roots that are near 1e-8 at times.
 RTOL, ATOL = 1e-6, 1e-8
@@ -34,40 +35,12 @@ OPTIMIZERS: Sequence[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = (
 )
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer of the model; `skipped_by` are the ranks whose loss does not use it.
-
-    `hook` is registered with torch before dd.wrap_optimizer, or after it, and halves the gradient of the weight.
-    """
-
-    kind: str
-    width: int
-    is_frozen: bool = False
-    is_twice: bool = False
-    reentrant: bool | None = None  # for torch.utils.checkpoint, if it is called
-    skipped_by: frozenset[int] = frozenset()
-    hook: str = ""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a seed means."""
-
-    seed: int
-    width: int
-    layers: Sequence[Layer]
-    optimizer: type[torch.optim.Optimizer]
-    arguments: dict[str, Any]
-    has_groups: bool
-    options: dict[str, Any] = field(default_factory=dict)
-    clip: float | None = None
-    sets_none: bool = True
-    clears_model: bool = False
-
-
 def draw(seed: int, size: int) -> Program:
-    """Return the program of a seed on so many ranks."""
+    """Return the program of a seed on so many ranks.
+
+    A layer's `hook` is registered with torch before dd.wrap_optimizer, or after it, and halves the gradient of the
+    weight; `skipped_by` are the ranks whose loss does not use it, `reentrant` is for torch.utils.checkpoint, if called.
+    """
     rng = random.Random(seed)
     flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
     op, accumulate = rng.choice(("mean", "mean", "sum")), rng.choice((1, 1, 2, 3))
@@ -76,8 +49,8 @@ def draw(seed: int, size: int) -> Program:
         skipped = frozenset(rank for rank in range(size) if flip(0.3)) if flip(0.3) else frozenset()
         layers.append(
             Layer(
-                rng.choice(("linear", "linear", "norm", "residual")),
-                rng.choice((3, 8, 40)),
+                kind=rng.choice(("linear", "linear", "norm", "residual")),
+                width=rng.choice((3, 8, 40)),
                 is_frozen=number > 0 and flip(0.15),
                 is_twice=flip(0.2),
                 # A layer that is entered again has a backward of its own, which all ranks must run.
@@ -88,15 +61,26 @@ def draw(seed: int, size: int) -> Program:
         )
     if accumulate > 1 and any(layer.reentrant for layer in layers):
         # That backward counts, and the reduction comes before the last one: what a hook halves later is the mean.
-        layers = [replace(layer, hook="") if layer.skipped_by else layer for layer in layers]
+        for layer in layers:
+            layer.hook = "" if layer.skipped_by else layer.hook
     optimizer, arguments = rng.choice(OPTIMIZERS)
     cap = rng.choice((0.0005, 0.01, 25))
     options = {"op": op, "accumulate": accumulate, "bucket_cap_mb": cap}
     options |= {"first_bucket_mb": rng.choice((cap, 0.0005)), "gradient_as_bucket_view": flip(0.7)}
     options |= {"gradient_predivide_factor": 2.0} if flip(0.2) else {}
     options |= {"check_every": 2} if flip(0.2) else {}
-    clip = rng.choice((None, None, 0.1))
-    return Program(seed, rng.choice((4, 16)), layers, optimizer, arguments, flip(), options, clip, flip(0.7), flip(0.3))
+    return Program(
+        seed=seed,
+        layers=layers,
+        optimizer=optimizer,
+        arguments=arguments,
+        options=options,
+        clip=rng.choice((None, None, 0.1)),
+        width=rng.choice((4, 16)),
+        has_groups=flip(),
+        sets_none=flip(0.7),
+        clears_model=flip(0.3),
+    )
 
 
 class Block(nn.Module):
