@@ -3,7 +3,7 @@
 import io
 import itertools
 import os
-import pty
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -52,17 +52,27 @@ def test_logs_name_the_rank_once_and_other_ranks_are_quiet(base_env: Mapping[str
     assert "level 'LOUD': expected one of Python's logging" in wrong.stderr
 
 
-def test_dualdist_run_that_tags_lines_or_has_a_terminal_is_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("shown", "isatty"), [("", False), ("", True), ("tagged", False), ("terminal", False)])
+def test_progress_is_a_bar_on_a_terminal_and_else_a_line_and_run_may_tag_what_is_printed(
+    shown: str, isatty: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("DUALDIST_OUTPUT", shown)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: isatty)
     dd.init()
-    for shown, expected in (("", "[0] a\n[0] b\n"), ("tagged", "a\nb\n"), ("terminal", "[0] a\n[0] b\n")):
-        monkeypatch.setenv("DUALDIST_OUTPUT", shown)
-        dd.print("a\nb", rank=None)
-        assert list(dd.progress(range(2))) == [0, 1]
-        out, err = capsys.readouterr()
-        assert (out, err[:1]) == (expected, "\r" if shown == "terminal" else "1")
+    dd.print("a\nb", rank=None)
+    assert list(dd.progress(range(30), "epoch 1")) == list(range(30))
     dd.shutdown()
+    out, err = capsys.readouterr()
+    assert out == ("a\nb\n" if shown == "tagged" else "[0] a\n[0] b\n")
+    head, bar = ("\r", " |####################|") if isatty or shown == "terminal" else ("", "")
+    assert re.fullmatch(rf"{head}epoch 1: 100%{re.escape(bar)} 30/30 in 0:00, \S+/s\n", err)
+
+
+def test_progress_is_shown_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in of_rank(2).items():
+        monkeypatch.setenv(name, value)
+    assert list(dd.progress(range(30))) == list(range(30))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_line_and_its_end_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,26 +84,6 @@ def test_a_line_and_its_end_are_one_write(monkeypatch: pytest.MonkeyPatch) -> No
     dd.print("a", 1, file=stream)
     dd.shutdown()
     assert [text for text in written if text] == ["a 1\n"]
-
-
-PROGRESS = "import dualdist as dd; print([x for x in dd.progress(range(30), 'epoch 1')] == list(range(30)))"
-
-
-def test_progress_is_a_line_in_a_file_on_rank_0_only_and_a_bar_on_a_terminal(base_env: Mapping[str, str]) -> None:
-    first, last = (python({**base_env, **of_rank(rank)}, "-c", PROGRESS) for rank in (0, 2))
-    assert first.stdout == last.stdout == "True\n"
-    assert last.stderr == ""
-    assert first.stderr.startswith("epoch 1: 100% 30/30 in 0:00, ")
-    assert first.stderr.count("\n") == 1
-    assert "\r" not in first.stderr
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as screen:
-        with os.fdopen(theirs, "wb") as terminal:
-            argv = [sys.executable, "-c", PROGRESS]
-            subprocess.run(argv, env=dict(base_env), stderr=terminal, stdout=subprocess.PIPE, check=True)
-        shown = screen.read(65536).decode()
-    assert "\repoch 1: 100% |####################| 30/30 in 0:00, " in shown
-    assert shown.endswith("/s\r\n")
 
 
 @pytest.mark.parametrize(
@@ -115,59 +105,36 @@ def test_progress_is_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().err.count("\n") == 5
 
 
+INITIALIZED = "import torch\nimport dualdist as dd\ndd.init()\ndef mine():\n    "
+SPAWNED = "import dualdist as dd\ndef mine():\n    dd.init(), {}\nif __name__ == '__main__':\n    dd.spawn(mine, 1)\n"
+FAILED_RANK = "LaunchError: rank 0 failed:\nTraceback"
 FAILING = {
-    "before init": ("import dualdist as dd\ndef mine():\n    dd.rank()\nmine()\n", "NotInitializedError"),
-    "in a call": ("import torch\nimport dualdist as dd\ndd.init()\ndef mine():\n"
-     "    dd.allreduce(torch.ones(1), op='nothing')\nmine()\n", "UsageError"),
-    "in torch": ("import torch\nimport dualdist as dd\ndd.init()\nw = torch.nn.Parameter(torch.ones(2))\n"
-     "o = dd.wrap_optimizer(torch.optim.SGD([w], lr=1.0), op='sum')\ndef mine():\n    w.sum().backward()\n"
-     "mine()\nmine()\n", "UsageError"),
+    "before init": ("import dualdist as dd\ndef mine():\n    dd.rank()\nmine()\n", "NotInitializedError: "),
+    "in a call": (f"{INITIALIZED}dd.allreduce(torch.ones(1), op='nothing')\nmine()\n", "UsageError: "),
+    "in torch": (f"{INITIALIZED}w.sum().backward()\nw = torch.nn.Parameter(torch.ones(2))\n"
+     "o = dd.wrap_optimizer(torch.optim.SGD([w], lr=1.0), op='sum')\nmine()\nmine()\n", "UsageError: "),
+    "in a rank": (SPAWNED.format("1 / 0"), FAILED_RANK),
+    "of ours in a rank": (SPAWNED.format("dd.init()"), FAILED_RANK),
 }  # fmt: skip
 
 
-@pytest.mark.smoke("before init", "in a call")
+@pytest.mark.smoke("before init", "in a call", "in a rank")
 @pytest.mark.parametrize("name", FAILING)
 def test_an_error_shows_the_programs_frames_only(base_env: Mapping[str, str], tmp_path: Path, name: str) -> None:
-    program, kind = FAILING[name]
+    """Of a rank: in the process that started it, too."""
+    program, words = FAILING[name]
     script = tmp_path / "script.py"
     script.write_text(program)
     shown = python(base_env, str(script)).stderr
-    assert f"dualdist.errors.{kind}: " in shown
+    assert f"dualdist.errors.{words}" in shown
     assert shown.startswith("Traceback (most recent call last):\n")
-    assert "in mine" in shown
+    assert shown.count(", in mine") == 1
     assert f"{os.sep}dualdist{os.sep}" not in shown, shown
     assert "DUALDIST_DEBUG=1" in shown
     if name == "before init":  # which takes no torch, and little time
         full = python({**base_env, "DUALDIST_DEBUG": "1"}, str(script)).stderr
         assert f"{os.sep}dualdist{os.sep}" in full
         assert shown.splitlines()[-1] == full.splitlines()[-1]
-
-
-SPAWNS = """
-import sys
-import dualdist as dd
-def mine(wrong):
-    dd.init()
-    if wrong == "mine":
-        raise ZeroDivisionError(wrong)
-    dd.init()
-if __name__ == "__main__":
-    {}
-"""
-
-
-@pytest.mark.smoke("mine")
-@pytest.mark.parametrize("wrong", ["mine", "ours"])
-def test_an_error_of_a_rank_shows_the_programs_frames_only(
-    base_env: Mapping[str, str], tmp_path: Path, wrong: str
-) -> None:
-    """In the process that started the ranks and in the rank that failed."""
-    script = tmp_path / "script.py"
-    script.write_text(SPAWNS.format(f"dd.spawn(mine, 1, ('{wrong}',))"))
-    shown = python(base_env, str(script)).stderr
-    assert "dualdist.errors.LaunchError: rank 0 failed:\nTraceback" in shown
-    assert shown.count(", in mine") == 1
-    assert f"{os.sep}dualdist{os.sep}" not in shown, shown
 
 
 def test_ranks_of_spawn_that_would_spawn_ranks_are_one_sentence(base_env: Mapping[str, str], tmp_path: Path) -> None:
