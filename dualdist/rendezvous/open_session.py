@@ -149,18 +149,14 @@ def _open_over_backend(backend: Backend, config: SessionConfig) -> Session:
     """Open a session on a backend that has connected the ranks."""
     locations = _exchange_locations(backend, config)
     config = replace(config, topology=with_location(config.topology, locations))
-    if config.rendezvous.store is None and config.topology.size > 1:  # for the rank probe
-        config.rendezvous.store = _create_store(backend, config)
-    return _start_session(backend, config.rendezvous.store, config, locations)
+    known, topology, deadline = config.rendezvous, config.topology, Deadline(config.timeout_s)
+    if known.store is None and topology.size > 1:  # for the rank probe, which needs one beside the backend
+        from dualdist.backends.control_plane import broadcast_object
+        from dualdist.rendezvous.store_rendezvous import serve_or_connect
 
-
-def _create_store(backend: Backend, config: SessionConfig) -> Store:
-    """Serve a store on rank 0 and broadcast its address over a running backend."""
-    from dualdist.backends.control_plane import broadcast_object
-    from dualdist.rendezvous.store_rendezvous import serve_or_connect
-
-    exchange = BroadcastAddressExchange(lambda text: cast(str, broadcast_object(backend, text, 0, STORE)))
-    return serve_or_connect(exchange, config.topology, host_identity(config.environ), Deadline(config.timeout_s))
+        exchange = BroadcastAddressExchange(lambda text: cast(str, broadcast_object(backend, text, 0, STORE)))
+        known.store = serve_or_connect(exchange, topology, host_identity(config.environ), deadline)
+    return _start_session(backend, known.store, config, locations)
 
 
 def _open_over_store(spec: BackendSpec, config: SessionConfig) -> Session:

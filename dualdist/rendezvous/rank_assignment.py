@@ -36,16 +36,9 @@ class RankReport:
 
 def make_report(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> RankReport:
     """Return this rank's report, with the fields that variables gave and not the inferred ones."""
-    return RankReport(
-        rank=topology.rank,
-        size=topology.size,
-        host=host,
-        node_rank=None if "node_rank" in topology.inferred else topology.node_rank,
-        local_rank=None if "local_rank" in topology.inferred else topology.local_rank,
-        backend=backend,
-        transport=transport,
-        process=process,
-    )
+    node_rank = None if "node_rank" in topology.inferred else topology.node_rank
+    local_rank = None if "local_rank" in topology.inferred else topology.local_rank
+    return RankReport(topology.rank, topology.size, host, node_rank, local_rank, backend, transport, process)
 
 
 def assign_locations(reports: Sequence[RankReport]) -> list[RankLocation]:
@@ -70,20 +63,18 @@ def assign_locations(reports: Sequence[RankReport]) -> list[RankLocation]:
                 f"rank 0 requested the transport {reports[0].transport!r} and rank {rank} {report.transport!r}: "
                 "give every rank the same DUALDIST_TRANSPORT"
             )
-    first_on: dict[str, int] = {}
-    for report in reports:
-        first_on.setdefault(report.host, report.rank)
+    lowest_on = {report.host: report.rank for report in reversed(reports)}
     nodes: dict[object, list[int]] = defaultdict(list)
     for report in reports:
         nodes[report.host if report.node_rank is None else report.node_rank].append(report.rank)
-    locations: list[RankLocation | None] = [None] * size
+    locations: dict[int, RankLocation] = {}
     has_node_ranks = all(report.node_rank is not None for report in reports)
     for index, (key, ranks) in enumerate(nodes.items()):
         node = reports[ranks[0]].node_rank if has_node_ranks else index
         assert node is not None
         for rank, local_rank in zip(ranks, _local_ranks(key, [reports[rank] for rank in ranks]), strict=True):
-            locations[rank] = RankLocation(node, local_rank, first_on[reports[rank].host], reports[rank].process)
-    return [location for location in locations if location is not None]
+            locations[rank] = RankLocation(node, local_rank, lowest_on[reports[rank].host], reports[rank].process)
+    return [locations[rank] for rank in range(size)]
 
 
 def _local_ranks(node: object, reports: Sequence[RankReport]) -> list[int]:

@@ -87,11 +87,8 @@ def redact_json(data: Any, redact: Callable[[str], str]) -> Any:
     if isinstance(data, str):
         return redact(data)
     if isinstance(data, Mapping):
-        return {key: HIDDEN if _is_secret_item(key, each) else redact_json(each, redact) for key, each in data.items()}
+        hidden = [key for key, each in data.items() if isinstance(each, str) and is_secret(key)]
+        return {key: HIDDEN if key in hidden else redact_json(each, redact) for key, each in data.items()}
     if isinstance(data, (list, tuple)):
         return [redact_json(each, redact) for each in data]
     return data
-
-
-def _is_secret_item(key: Any, value: Any) -> bool:
-    return isinstance(key, str) and isinstance(value, str) and is_secret(key)
