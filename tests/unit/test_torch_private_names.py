@@ -18,7 +18,7 @@ from torch import nn
 import dualdist
 
 PACKAGE = Path(dualdist.__file__).parent
-TRIED = "2.13 and 2.15"
+MOVED = f"torch {torch.__version__} has moved this (tried with 2.13 and 2.15): find what took its place, in one file"
 # The full name: the file that uses it, and what for.
 NAMES = {
     "torch._C._current_graph_task_id": ("ddp/gradient_packer.py", "to tell backwards apart"),
@@ -28,10 +28,7 @@ NAMES = {
     "torch.autograd.Variable._execution_engine.queue_callback": ("ddp/reducer.py", "to reduce at a backward's end"),
     "torch.autograd.graph._engine_run_backward.__code__": ("ddp/reducer.py", "to see a backward inside of another"),
     "torch.distributed.Backend._plugins": ("c10d/__init__.py", "to register a backend once"),
-    "torch.distributed.distributed_c10d._get_default_store": (
-        "backends/native/backend.py",
-        "to share a program's store",
-    ),
+    "torch.distributed.distributed_c10d._get_default_store": ("backends/native/backend.py", "for a program's store"),
     "torch.optim.Optimizer.profile_hook_step.__code__": ("utils/optimizer_steps.py", "to see a step inside of another"),
     "torch.nn.modules.batchnorm._BatchNorm": ("ddp/sync_batch_norm.py", "to be a batch norm, as torch's own is"),
     "torch.utils.data._utils.worker": ("data/loader.py", "to hide a worker from the data set in it"),
@@ -50,19 +47,12 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[], object]]] = {
 }
 
 
-def moved(name: str, file: str) -> str:
-    return (
-        f"torch {torch.__version__} has no {name}, which dualdist/{file} uses (tried with torch {TRIED}): find what "
-        "took its place, in that file alone"
-    )
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_private_name_is_there(name: str) -> None:
     try:
         pkgutil.resolve_name(name)
     except (AttributeError, ImportError) as error:
-        pytest.fail(f"{moved(name, NAMES[name][0])}; it served {NAMES[name][1]} ({error})")
+        pytest.fail(f"{MOVED}: dualdist/{NAMES[name][0]} uses {name} {NAMES[name][1]} ({error})")
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -70,7 +60,7 @@ def test_a_private_attribute_is_there(name: str) -> None:
     file, make = ATTRIBUTES[name]
     if name == "_timeout" and not dist.is_nccl_available():
         pytest.skip("torch was built without NCCL")
-    assert hasattr(make(), name), moved(name, file)
+    assert hasattr(make(), name), f"{MOVED}: dualdist/{file} uses {name}"
     assert f".{name}" in (PACKAGE / file).read_text()
 
 
