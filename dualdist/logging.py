@@ -13,6 +13,7 @@ from dualdist.errors import UsageError
 T = TypeVar("T")
 
 LOG_FORMAT = "%(asctime)s [%(rank)s] %(levelname)s %(name)s: %(message)s"
+HANDLER = "dualdist"
 BAR_CELLS = 20
 # Seconds between two updates of a progress bar on a terminal, and between two lines in a file.
 DRAW_S, LINE_S = 0.1, 60.0
@@ -82,27 +83,21 @@ def setup_logging(
     Raises:
         UsageError: a level is unknown.
     """
-    handler = logging.StreamHandler()
-    handler.addFilter(_RankFilter(level, others))
-    handler.setFormatter(logging.Formatter(format))
-    root = logging.getLogger()
-    for old in [each for each in root.handlers if any(isinstance(one, _RankFilter) for one in each.filters)]:
-        root.removeHandler(old)
-    root.addHandler(handler)
-    root.setLevel(min(_level_number(level), _level_number(others)))
+    of_root, of_others = _level_number(level), _level_number(others)
 
-
-class _RankFilter(logging.Filter):
-    """Add the rank to records, and drop those below this rank's level."""
-
-    def __init__(self, level: int | str, others: int | str) -> None:
-        super().__init__()
-        self._levels = _level_number(level), _level_number(others)
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         rank, size = session.rank_and_size()
         record.rank = f"{rank}/{size}"
-        return record.levelno >= self._levels[0 if rank == 0 else 1]
+        return record.levelno >= (of_root if rank == 0 else of_others)
+
+    root, handler = logging.getLogger(), logging.StreamHandler()
+    for old in [each for each in root.handlers if each.name == HANDLER]:
+        root.removeHandler(old)
+    handler.name = HANDLER
+    handler.addFilter(is_shown)
+    handler.setFormatter(logging.Formatter(format))
+    root.addHandler(handler)
+    root.setLevel(min(of_root, of_others))
 
 
 def _level_number(level: int | str) -> int:

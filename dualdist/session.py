@@ -258,7 +258,6 @@ def export_env(values: Mapping[str, str]) -> None:
 
 
 def shutdown() -> None:
-    """Close the session; see dualdist.api.shutdown."""
     session = current()
     if _process.recorder is not None:
         _process.recorder.finish()
@@ -286,7 +285,6 @@ def built_with() -> dict[str, int]:
 
 
 def new_group(ranks: Sequence[int]) -> Group:
-    """See dualdist.api.new_group."""
     from dualdist.collectives.collectives import run_agreed
     from dualdist.collectives.group import Group
     from dualdist.monitoring.monitored import Monitor
@@ -309,7 +307,6 @@ def new_group(ranks: Sequence[int]) -> Group:
 
 
 def remove_group(group: Group) -> None:
-    """See dualdist.api.remove_group."""
     from dualdist.collectives.collectives import run_agreed
 
     session = current()

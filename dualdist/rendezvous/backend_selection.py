@@ -142,7 +142,6 @@ class SavedChoice:
 
 
 def choices_path(environ: Mapping[str, str]) -> Path:
-    """Return the path of this user's saved choices."""
     folder = environ.get(CONFIG) or Path(environ.get(HOME) or os.path.expanduser("~"), ".config")
     return Path(folder, "dualdist", "choices.json")
 

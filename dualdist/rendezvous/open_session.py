@@ -13,13 +13,7 @@ from dualdist.errors import BackendUnavailableError, DualdistError, UsageError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous.address_exchange import BroadcastAddressExchange
 from dualdist.rendezvous.backend_selection import Print, describe_choice, matching_choice, select_backend, select_device
-from dualdist.rendezvous.rank_assignment import (
-    RankReport,
-    assign_locations,
-    make_report,
-    processes_on_host,
-    with_location,
-)
+from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report, with_location
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import host_identity
@@ -198,7 +192,8 @@ def _start_session(
     if topology.size == 1:
         store = None
     hosts = tuple(location.host for location in locations)
-    processes = processes_on_host(locations, topology.rank)
+    here, load = hosts[topology.rank], process_state.ProcessIdentity.loads
+    processes = [load(each.process) if each.process and each.host == here else None for each in locations]
     opened: list[Callable[[], None]] = [backend.close]
     try:
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)

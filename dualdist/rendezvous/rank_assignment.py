@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dualdist.errors import TopologyError
-from dualdist.monitoring.process_state import ProcessIdentity
 from dualdist.topology import RankLocation, Topology
 
 
@@ -95,13 +94,11 @@ def _local_ranks(node: object, reports: Sequence[RankReport]) -> list[int]:
 def with_location(topology: Topology, locations: Sequence[RankLocation]) -> Topology:
     """Return the topology with the locations found at rendezvous; raise TopologyError if its variables differ."""
     own = locations[topology.rank]
-    local_size = sum(location.node_rank == own.node_rank for location in locations)
-    num_nodes = max(location.node_rank for location in locations) + 1
     found: dict[str, Any] = {
         "node_rank": own.node_rank,
-        "num_nodes": num_nodes,
+        "num_nodes": max(location.node_rank for location in locations) + 1,
         "local_rank": own.local_rank,
-        "local_size": local_size,
+        "local_size": sum(location.node_rank == own.node_rank for location in locations),
     }
     for name, value in found.items():
         if name not in topology.inferred and getattr(topology, name) != value:
@@ -110,12 +107,3 @@ def with_location(topology: Topology, locations: Sequence[RankLocation]) -> Topo
                 "is a variable left over from another launcher?"
             )
     return replace(topology, **found, inferred=frozenset())
-
-
-def processes_on_host(locations: Sequence[RankLocation], rank: int) -> list[ProcessIdentity | None]:
-    """Return each rank's process, None for ranks on other hosts than `rank`."""
-    host = locations[rank].host
-    return [
-        ProcessIdentity.loads(location.process) if location.process and location.host == host else None
-        for location in locations
-    ]

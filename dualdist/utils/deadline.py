@@ -92,12 +92,8 @@ def stop_at_exit(stop: Callable[[], None]) -> None:
     """Call stop() at exit; exit with status 1 if it does not return in time, as when it waits for a lost rank."""
     has_failed = isinstance(getattr(sys, "last_value", None), CollectiveError)
     limit_s = EXIT_FAILED_S if has_failed else EXIT_S
-
-    def late() -> DualdistError:
-        return RankLostError(f"another rank did not answer for {limit_s:g} s")
-
     try:
-        call_within(limit_s, stop, late)
+        call_within(limit_s, stop, lambda: RankLostError(f"another rank did not answer for {limit_s:g} s"))
     except RankLostError as error:
         print(f"dualdist: {error}; exiting without waiting for it", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -130,7 +130,6 @@ class _AliasLoader:
 
 
 def is_horovod(fullname: str) -> bool:
-    """Return True for Horovod's package and modules in it."""
     return fullname == ROOT or fullname.startswith(f"{ROOT}.")
 
 

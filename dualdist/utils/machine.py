@@ -69,7 +69,6 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Return the description of this host."""
     cpuinfo = _read(PROC / "cpuinfo")
     models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -87,7 +86,6 @@ def machine() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed version of each relevant package."""
     found = {name: version for name in PACKAGES if (version := package_version(name)) is not None}
     return {**found, CORE: core_language()}
 

@@ -111,7 +111,6 @@ def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) 
 
 
 def failure_reason(error: OSError) -> str:
-    """Return the reason why a connection failed."""
     if isinstance(error, socket.gaierror):
         return f"the name does not resolve ({error.strerror})"
     if isinstance(error, ConnectionRefusedError):

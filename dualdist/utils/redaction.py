@@ -44,7 +44,6 @@ def is_secret(name: str) -> bool:
 
 
 def redact_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with secrets redacted."""
     return {name: HIDDEN if is_secret(name) else redact_text(value) for name, value in variables.items()}
 
 
