@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
-# Launchers that come with one backend; the others start ranks for any.
-HOROVOD_LAUNCHERS = ("horovodrun",)
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "jsrun")
 HOME, CONFIG = "HOME", "XDG_CONFIG_HOME"
 SCHEMA = 2  # 1 had no threads
@@ -88,7 +86,7 @@ def default_backend(launcher: str, find_libraries: Callable[[], tuple[bool, bool
     Args:
         find_libraries: says whether there are a Horovod with MPI, an mpi4py, and a GPU; called under MPI only.
     """
-    if launcher in HOROVOD_LAUNCHERS:
+    if launcher == "horovodrun":
         return HOROVOD, "horovodrun is Horovod's launcher"
     if launcher == "none":
         return SINGLE, "no launcher started this process"
