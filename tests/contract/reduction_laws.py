@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from contract.oracle import law, law_alone, net, raises, ranks
+from contract.oracle import gradients, law, law_alone, loss_of, net, raises, ranks
 from torch import nn
 
 import dualdist as dd
@@ -148,6 +148,45 @@ def what_has_no_order_is_refused_with_the_reason() -> None:
     ]
     for call, words in refusals:
         raises(UsageError, call, *words)
+
+
+def ordered_gradients(model: nn.Module, step: int) -> list[torch.Tensor | None]:
+    """Return the mean of all ranks' gradients, each computed in this process, added in rank order."""
+    parts = []
+    for rank in ranks():
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+        parts.append(gradients(model))
+    model.zero_grad()
+    return [None if mine[0] is None else in_rank_order("mean", mine) for mine in zip(*parts, strict=True)]
+
+
+@law_alone
+def ordered_gradients_do_not_depend_on_the_buckets() -> None:
+    """In one session, where buckets leave early; small ones hold a tensor each."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for megabytes in (25.0, 0.0001):
+            model = net().to(dtype)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            options = {"bucket_cap_mb": megabytes, "first_bucket_mb": megabytes}
+            optimizer = dd.wrap_optimizer(sgd, reduction="ordered", **options)
+            for step in range(3):
+                expected = ordered_gradients(net_like(model), step)
+                optimizer.zero_grad()
+                loss_of(model, dd.rank(), step).backward()
+                for mine, right in zip(gradients(model), expected, strict=True):
+                    assert (mine is None) == (right is None)
+                    if mine is not None and right is not None:
+                        assert_same_bits(mine.reshape(-1), right.reshape(-1), (dtype, megabytes, step))
+                optimizer.step()
+            del optimizer, sgd
+
+
+def net_like(model: nn.Module) -> nn.Module:
+    """Return another model of the same values and dtype."""
+    other = net().to(next(model.parameters()).dtype)
+    other.load_state_dict(model.state_dict())
+    return other
 
 
 @law_alone

@@ -175,3 +175,15 @@ def loss_scaling_skips_every_ranks_step_if_one_overflows() -> None:
                 nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
                 plain.step()
             assert_close(parameters(model), parameters(alone))
+
+
+@law_alone
+def a_backward_without_a_step_does_not_affect_the_next() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.sum().backward()  # no step follows, as after an overflow
+    optimizer.zero_grad()
+    if dd.rank() == 0:
+        weight.sum().backward()
+    optimizer.step()
+    assert torch.allclose(weight, torch.full((2,), 1 - 1 / dd.size()))
