@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,20 +160,58 @@ def _add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     add("--submit", action="store_true", default=None, help="submit it by sbatch, qsub, bsub or kubectl")
 
 
-def parse_request(args: argparse.Namespace, environ: Mapping[str, str]) -> argparse.Namespace:
-    """Return RUN_OPTIONS of a command line and its job file, with its `env`, `resources` and `program`.
+@dataclass(frozen=True)
+class RunRequest:
+    """The options of a job, of the command line or of a job file.
 
-    `hosts` are parsed; `ranks` is None if no number was given, `default_ranks` then one per slot of the hosts, else 1.
+    `words` is the program and its arguments; `ranks` is None if no number was given. `resources` are for a scheduler.
     """
-    options: dict[str, Any] = {
-        **dict.fromkeys(RUN_OPTIONS),
-        "env": {},
-        "resources": {},
-        "words": (),
-        "is_module": False,
-    }
+
+    words: tuple[str, ...] = ()
+    is_module: bool = False
+    ranks: int | None = None
+    as_horovod: bool = False
+    launcher: str | None = None
+    backend: str | None = None
+    transport: str | None = None
+    hosts: tuple[Host, ...] = ()
+    network_interface: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    min_ranks: int | None = None
+    timeout: float | None = None
+    log_dir: str | None = None
+    tag_output: bool = False
+    resources: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.ranks < 1:
+            raise UsageError(f"-np {self.ranks}: expected 1 or more")
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts {self.max_restarts}: expected 0 or more")
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise UsageError(f"--timeout {self.timeout:g}: expected seconds above 0")
+
+    @property
+    def default_ranks(self) -> int:
+        """The ranks: as given, else one per slot of the hosts, else 1."""
+        return (sum(host.slots for host in self.hosts) or 1) if self.ranks is None else self.ranks
+
+    @property
+    def other_hosts(self) -> tuple[Host, ...]:
+        """The hosts, unless all of them are this one."""
+        return () if all(is_local_host(host.name) for host in self.hosts) else self.hosts
+
+    def program(self, *, is_local: bool) -> tuple[str, ...]:
+        """Return what follows `python` on a rank."""
+        return program_words(self.words, is_module=self.is_module, as_horovod=self.as_horovod, is_local=is_local)
+
+
+def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> RunRequest:
+    """Return the request of a command line and its job file."""
+    options: dict[str, Any] = {}
     if args.config is not None:
-        options |= _read_job_file(Path(args.config), is_script=args.scheduler is not None)
+        options = _read_job_file(Path(args.config), is_script=args.scheduler is not None)
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
     names = (word.partition("=")[0] for word in words[1:])
     late = [name for name in names if name in LATE and getattr(args, LATE[name]) is None]
@@ -188,31 +226,15 @@ def parse_request(args: argparse.Namespace, environ: Mapping[str, str]) -> argpa
     given = {name: getattr(args, name) for name in RUN_OPTIONS if getattr(args, name) is not None}
     if not given.keys().isdisjoint(("hosts", "hostfile")):
         options.update(hosts=None, hostfile=None)
-    found = argparse.Namespace(**options | given)
-    listed = parse_hosts(found.hosts) if found.hosts else ()
-    found.hosts = listed if found.hostfile is None else read_hostfile(Path(found.hostfile))
-    found.env = {**found.env, **_variables(args.env, environ)}
-    _check_numbers(found)
-    found.default_ranks = (sum(host.slots for host in found.hosts) or 1) if found.ranks is None else found.ranks
-    if args.scheduler not in NODE_CHOOSING and (error := slots_error(found.default_ranks, found.hosts)):
+    options |= given
+    hosts, hostfile = options.pop("hosts", None), options.pop("hostfile", None)
+    listed = parse_hosts(hosts) if hosts else ()
+    options["hosts"] = listed if hostfile is None else read_hostfile(Path(hostfile))
+    options["env"] = {**options.get("env", {}), **_variables(args.env, environ)}
+    request = RunRequest(**options)
+    if args.scheduler not in NODE_CHOOSING and (error := slots_error(request.default_ranks, request.hosts)):
         raise UsageError(error)
-    how = {"is_module": found.is_module, "as_horovod": found.as_horovod, "is_local": args.scheduler is None}
-    found.program = program_words(found.words, **how)
-    return found
-
-
-def _check_numbers(found: argparse.Namespace) -> None:
-    if found.ranks is not None and found.ranks < 1:
-        raise UsageError(f"-np {found.ranks}: expected 1 or more")
-    if found.max_restarts is not None and found.max_restarts < 0:
-        raise UsageError(f"--max-restarts {found.max_restarts}: expected 0 or more")
-    if found.timeout is not None and not 0 < found.timeout < math.inf:
-        raise UsageError(f"--timeout {found.timeout:g}: expected seconds above 0")
-
-
-def _other_hosts(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    """Return the hosts, unless all of them are this one."""
-    return () if all(is_local_host(host.name) for host in hosts) else hosts
+    return request
 
 
 def _read_job_file(path: Path, *, is_script: bool) -> dict[str, Any]:
@@ -244,14 +266,15 @@ def _variables(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job to its end, or print its command line or job script; return its exit code."""
-    request = parse_request(args, os.environ)
+    request = parse_run_request(args, os.environ)
+    program = request.program(is_local=args.scheduler is None)
     if args.scheduler is not None:
-        return _schedule(args, request)
+        return _schedule(args, request, program)
     for name in (*RESOURCES, "write", "submit"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is an option of job scripts: add --scheduler NAME")
     check_writable("--json", args.json)
-    hosts = _other_hosts(request.hosts)
+    hosts = request.other_hosts
     launcher, ranks = _resolve(request, has_hosts=bool(hosts), is_verbose=args.verbose)
     for _, message in find_conflicts(
         launcher,
@@ -264,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         raise UsageError(message)
     job = Job(
-        request.program,
+        program,
         ranks,
         request.backend,
         request.transport,
@@ -276,11 +299,11 @@ def run(args: argparse.Namespace) -> int:
     )
     settings = RunSettings(
         is_dry=args.dry_run,
-        max_restarts=request.max_restarts or 0,
+        max_restarts=request.max_restarts,
         stdout_to_stderr=args.json == "-",
         timeout_s=request.timeout,
         log_dir=request.log_dir,
-        tag_output=bool(request.tag_output),
+        tag_output=request.tag_output,
         is_verbose=args.verbose,
     )
     with termination_raises():
@@ -293,7 +316,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.outcome is None else report.outcome.code
 
 
-def _resolve(request: argparse.Namespace, *, has_hosts: bool, is_verbose: bool) -> tuple[str, int]:
+def _resolve(request: RunRequest, *, has_hosts: bool, is_verbose: bool) -> tuple[str, int]:
     """Return the launcher and the number of ranks; report defaults on stderr, the usual one if `is_verbose`."""
     launcher, reason = request.launcher, "no -np was given"
     if launcher is None:
@@ -314,7 +337,7 @@ def _resolve(request: argparse.Namespace, *, has_hosts: bool, is_verbose: bool) 
     return launcher, ranks
 
 
-def _schedule(args: argparse.Namespace, request: argparse.Namespace) -> int:
+def _schedule(args: argparse.Namespace, request: RunRequest, program: Sequence[str]) -> int:
     """Print, write or submit the script of a job."""
     for name in (*RUN_ONLY_OPTIONS, "json"):
         if getattr(args, name):
@@ -322,7 +345,7 @@ def _schedule(args: argparse.Namespace, request: argparse.Namespace) -> int:
             raise UsageError(f"{option}: only for ranks that dualdist run starts itself; leave it out with --scheduler")
     ignored = [name for name in RUN_ONLY_OPTIONS if getattr(request, name)]
     hosts, ranks = request.hosts, request.ranks
-    if args.scheduler == "workstation" and not _other_hosts(hosts):  # its slots give its ranks
+    if args.scheduler == "workstation" and not request.other_hosts:  # its slots give its ranks
         hosts, ranks = (), request.default_ranks if hosts else ranks
     if hosts and args.scheduler != "ssh" and args.hosts is None and args.hostfile is None:
         ignored, hosts = [*ignored, "hosts"], ()
@@ -330,7 +353,7 @@ def _schedule(args: argparse.Namespace, request: argparse.Namespace) -> int:
         print(f"dualdist run: {args.scheduler} scripts ignore: {', '.join(ignored)}", file=sys.stderr)
     script_request = build_script_request(
         args.scheduler,
-        request.program,
+        program,
         launcher=request.launcher,
         ranks=ranks,
         hosts=hosts,
