@@ -1,8 +1,9 @@
-"""Objects, parameters and optimizer state from one rank to the others."""
+"""Objects, parameters and optimizer state from one rank to the others; an optimizer's parameters and running steps."""
 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
@@ -25,6 +26,7 @@ from dualdist.utils.suggest import type_name
 
 T = TypeVar("T")
 GROUP_PARAMS = itemgetter("params")
+STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 Dumps = Callable[[Any], bytes]
 Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
 
@@ -157,6 +159,15 @@ def broadcast_nested(backend: Backend, value: T, root: int, device: torch.device
 def optimizer_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of all groups."""
     return [*chain.from_iterable(map(GROUP_PARAMS, optimizer.param_groups))]
+
+
+def count_running_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps of the optimizer are inside of each other, as one that calls its base class's."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        count += frame.f_code is STEP_WITH_HOOKS and frame.f_locals["self"] is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[int, Any], dict[Any, Any]]:

@@ -24,14 +24,13 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import as_bytes
-from dualdist.collectives.broadcast_state import broadcast_nested, optimizer_params
+from dualdist.collectives.broadcast_state import broadcast_nested, count_running_steps, optimizer_params
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import map_nested
 from dualdist.ddp.adasum import closure_of
 from dualdist.ddp.bucket_plan import dense_strides
 from dualdist.errors import UsageError
-from dualdist.utils.optimizer_steps import count_running_steps
 from dualdist.utils.suggest import type_name
 
 if TYPE_CHECKING:

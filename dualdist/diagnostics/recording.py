@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dualdist.collectives.broadcast_state import count_running_steps
 from dualdist.collectives.consistency import digest
 from dualdist.utils.machine import CpuUse, device_name, read_cpu, resident_kib
-from dualdist.utils.optimizer_steps import count_running_steps
 from dualdist.utils.output_file import write_atomically
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import torch
 from torch.nn.modules import module as modules
 
 from dualdist.collectives import collectives
-from dualdist.collectives.broadcast_state import allgather_object
+from dualdist.collectives.broadcast_state import allgather_object, count_running_steps
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.diagnostics.trace_format import (
@@ -38,7 +38,6 @@ from dualdist.diagnostics.trace_format import (
     rank_events,
 )
 from dualdist.errors import DualdistError, UsageError
-from dualdist.utils.optimizer_steps import count_running_steps
 from dualdist.utils.output_file import find_write_problem, write_atomically
 from dualdist.utils.variables import TIMELINE
 from dualdist.version import __version__

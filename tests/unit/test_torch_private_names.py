@@ -29,7 +29,7 @@ NAMES = {
     "torch.autograd.graph._engine_run_backward.__code__": ("ddp/reducer.py", "to see a backward inside of another"),
     "torch.distributed.Backend._plugins": ("c10d/__init__.py", "to register a backend once"),
     "torch.distributed.distributed_c10d._get_default_store": ("backends/native/backend.py", "for a program's store"),
-    "torch.optim.Optimizer.profile_hook_step.__code__": ("utils/optimizer_steps.py", "to see a step inside of another"),
+    "torch.optim.Optimizer.profile_hook_step.__code__": ("collectives/broadcast_state.py", "to see steps"),
     "torch.nn.modules.batchnorm._BatchNorm": ("ddp/sync_batch_norm.py", "to be a batch norm, as torch's own is"),
     "torch.utils.data._utils.worker": ("data/loader.py", "to hide a worker from the data set in it"),
 }
