@@ -282,40 +282,55 @@ def _render(template: str, **context: object) -> str:
     return environment.get_template(template).render(context).lstrip()
 
 
-def _refusals(name: str, r: ScriptRequest) -> Iterator[str]:
-    is_kubernetes, is_jsrun, gpus = name == "kubernetes", r.launcher == "jsrun", r.node_gpus
-    for is_refused, message in (
-        (r.launcher == "torchrun" and r.gpus_per_task, f"--gpus-per-task {r.gpus_per_task}: torchrun is one task on "
-         f"each node, and its ranks see all GPUs: --gpus-per-node {gpus}"),
-        (r.launcher == "horovodrun" and r.container, "horovodrun starts ranks by ssh, outside of any container: choose "
-         "another launcher, the backend horovod runs under all of them"),
-        (r.launcher == "horovodrun" and r.transport == "mpi",
-         "horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself"),
-        (r.requeue is not None and SCHEDULERS[name].submit is None,
-         f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts"),
-        (r.requeue is not None and name == "pbs" and r.seconds is None,
-         f"--requeue {r.requeue} under PBS: its script looks at the clock; say --time, too"),
-        (name == "ssh" and len(r.hosts) != r.nodes,
-         f"{len(r.hosts)} hosts for {r.nodes} nodes: name each by -H host1:4,host2:4"),
-        (name == "workstation" and r.nodes != 1,
-         f"--nodes {r.nodes}: a workstation is one node; --scheduler ssh for several hosts"),
-        (is_jsrun and r.memory_mib is not None,
-         "--memory under jsrun: its jobs have whole nodes, with all their memory; leave it out"),
-        (is_jsrun and gpus % r.tasks_per_node,
-         f"{gpus} GPUs for {r.tasks_per_node} tasks on each node: jsrun gives every rank the same"),
-        (not is_kubernetes and r.kubeflow is not None,
-         f"--kubeflow {r.kubeflow} with the scheduler {name}: it is for kubernetes; leave it out"),
-        (is_kubernetes and r.container is None,
-         "Kubernetes runs images: name one that has dualdist, --container registry/name:tag"),
-        (is_kubernetes and r.setup,
-         "setup lines under Kubernetes: what they set up must be in the image; leave them out"),
-        (is_kubernetes and r.account is not None,
-         "--account under Kubernetes: jobs belong to the namespace of kubectl; leave it out"),
-        (is_kubernetes and r.handed_on, f"--env {''.join(r.handed_on[:1])} under Kubernetes: pods see nothing of this "
-         "shell; give a value, or a Secret of the cluster to the pods"),
-    ):  # fmt: skip
-        if is_refused:
-            yield message
+def _refusals(name: str, request: ScriptRequest) -> Iterator[str]:
+    """Yield what the scheduler or its launcher cannot run."""
+    yield from _launcher_refusals(request)
+    if name == "kubernetes":
+        yield from _kubernetes_refusals(request)
+    elif request.kubeflow is not None:
+        yield f"--kubeflow {request.kubeflow} with the scheduler {name}: it is for kubernetes; leave it out"
+    if request.requeue is not None and SCHEDULERS[name].submit is None:
+        yield f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts"
+    if request.requeue is not None and name == "pbs" and request.seconds is None:
+        yield f"--requeue {request.requeue} under PBS: its script looks at the clock; say --time, too"
+    if name == "ssh" and len(request.hosts) != request.nodes:
+        yield f"{len(request.hosts)} hosts for {request.nodes} nodes: name each by -H host1:4,host2:4"
+    if name == "workstation" and request.nodes != 1:
+        yield f"--nodes {request.nodes}: a workstation is one node; --scheduler ssh for several hosts"
+
+
+def _launcher_refusals(request: ScriptRequest) -> Iterator[str]:
+    launcher, gpus = request.launcher, request.node_gpus
+    if launcher == "torchrun" and request.gpus_per_task:
+        yield (
+            f"--gpus-per-task {request.gpus_per_task}: torchrun is one task on each node, and its ranks see all GPUs: "
+            f"--gpus-per-node {gpus}"
+        )
+    if launcher == "horovodrun" and request.container:
+        yield (
+            "horovodrun starts ranks by ssh, outside of any container: choose another launcher, "
+            "the backend horovod runs under all of them"
+        )
+    if launcher == "horovodrun" and request.transport == "mpi":
+        yield "horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself"
+    if launcher == "jsrun" and request.memory_mib is not None:
+        yield "--memory under jsrun: its jobs have whole nodes, with all their memory; leave it out"
+    if launcher == "jsrun" and gpus % request.tasks_per_node:
+        yield f"{gpus} GPUs for {request.tasks_per_node} tasks on each node: jsrun gives every rank the same"
+
+
+def _kubernetes_refusals(request: ScriptRequest) -> Iterator[str]:
+    if request.container is None:
+        yield "Kubernetes runs images: name one that has dualdist, --container registry/name:tag"
+    if request.setup:
+        yield "setup lines under Kubernetes: what they set up must be in the image; leave them out"
+    if request.account is not None:
+        yield "--account under Kubernetes: jobs belong to the namespace of kubectl; leave it out"
+    if request.handed_on:
+        yield (
+            f"--env {request.handed_on[0]} under Kubernetes: pods see nothing of this shell; give a value, or a Secret "
+            "of the cluster to the pods"
+        )
 
 
 def _shell_context(request: ScriptRequest) -> dict[str, object]:
