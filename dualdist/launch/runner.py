@@ -69,7 +69,8 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
                 job = replace(job, env={**job.env, rank.RESTART: str(number)})
                 # Restarted ranks on this host meet at another port.
                 site = site if job.hosts else replace(site, rendezvous=_local_rendezvous())
-            left_s = settings.timeout_s and max(0.0, settings.timeout_s - (time.monotonic() - began))
+            spent_s, limit_s = time.monotonic() - began, settings.timeout_s
+            left_s = None if limit_s is None else max(0.0, limit_s - spent_s)
             commands = _commands(launcher, replace(job, env={**job.env, **own}), site, address.port)
             is_elastic = job.min_ranks is not None
             supervisor = Supervisor(commands, server, address.token, environ, stdout, is_elastic, has_frames)
