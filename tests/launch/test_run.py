@@ -221,6 +221,10 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         assert "no rank reported a failure" in last_words(outcome.stderr)[-1]
 
 
+# One rank has saved, so that the job can be resumed, whatever becomes of the other.
+ONE_STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75 if os.environ['DUALDIST_RANK'] == '1' else 7))"
+
+
 @pytest.mark.smoke("ends", "stops")
 @pytest.mark.parametrize(
     ("way", "code", "words"),
@@ -229,8 +233,9 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", 0, None),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75, "the job stopped as requested"),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 143, "dualdist run: the job was ended by SIGTERM"),
+        (ONE_STOPS, 75, "the job stopped as requested"),
     ],
-    ids=["ends", "finishes", "stops", "fails"],
+    ids=["ends", "finishes", "stops", "fails", "one stops, one fails"],
 )
 def test_sigterm_reaches_the_ranks_whose_exit_codes_count(
     launch: Launch, way: str, code: int, words: str | None

@@ -9,6 +9,7 @@ import pytest
 from dualdist.launch import control_channel, env_defaults
 from dualdist.launch.failure import (
     RankEnd,
+    describe_failure,
     exit_code,
     extract_traceback,
     first_failure,
@@ -106,6 +107,14 @@ def test_exit_code_is_the_first_failing_ranks(
 ) -> None:
     failure = None if code == 0 else ended(1, code, 1.0)
     assert exit_code(launchers, failure, is_elastic=is_elastic) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(-11, "ended by SIGSEGV"), (-9, "ended by SIGKILL; out of memory? see dmesg"), (-40, "ended by signal 40")],
+)
+def test_the_signal_that_ended_a_rank_is_named(code: int, words: str) -> None:
+    assert describe_failure(ended(3, code, 0.0), has_hosts=False) == f"rank 3 failed first ({words})"
 
 
 def test_a_rank_that_reaches_no_dualdist_run_names_each_address_and_why() -> None:
