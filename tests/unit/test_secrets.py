@@ -49,6 +49,13 @@ def test_no_secret_goes_to_another_host_unasked(name: str) -> None:
     assert env_defaults.launcher_variables(environ) == {"HOME": "/h"}
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", "lsf"])
+def test_a_job_script_asks_pbs_for_named_variables(scheduler: str) -> None:
+    """PBS alone hands none on unasked."""
+    text = job_script(scheduler, ScriptRequest(("x.py",), "mpirun", handed_on=("HF_TOKEN", "B")))
+    assert ("#PBS -v HF_TOKEN,B\n" in text) == (scheduler == "pbs")
+
+
 def test_a_job_script_without_an_inherited_variable_does_not_start() -> None:
     request = ScriptRequest(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",))
     text = job_script("workstation", request)
