@@ -72,7 +72,8 @@ class NonFiniteReport(dict[int, int]):
 
     def add(self, number: int, own: torch.Tensor | None) -> None:
         """Add a parameter whose reduced gradient is not finite; `own` is this rank's gradient before the reduction."""
-        self[number] = nonfinite_kinds(own) if len(self) < SHOWN else 0
+        if number not in self:  # one that is dense on some ranks and sparse on others is found in both parts
+            self[number] = nonfinite_kinds(own) if len(self) < SHOWN else 0
 
     def scan(self, buckets: Sequence[Bucket], params_of: Callable[[Bucket], list[torch.Tensor | None]]) -> None:
         """Add the non-finite members of the buckets, after unpack()."""
