@@ -74,8 +74,9 @@ def allreduce(
     for tensor in members if in_place else ():
         require_own_memory(tensor)
     scales, reduction = scales_of(prescale, postscale), reduction or group.reduction
-    request = _reduction_request(group, kind, name, members, op, scales, reduction)
+    # Before the request numbers a name, so that a rank whose memory was too short may try again.
     targets = members if in_place else [plain_copy(tensor) for tensor in members]
+    request = _reduction_request(group, kind, name, members, op, scales, reduction)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
         _reduce_in_place(backend, targets, op, scales, request.name, reduction)
@@ -361,13 +362,15 @@ def reducescatter(
     if any(tensor.dim() == 0 for tensor in members):
         raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
     scales, is_ordered = scales_of(prescale, postscale), (reduction or group.reduction) == "ordered"
+    given = [plain_values(each) if scales[0] == 1 else plain_copy(each) for each in members]
     request = _reduction_request(group, kind, name, members, op, scales, reduction or group.reduction)
-    given = [plain_values(each) if scales[0] == 1 else scale_(plain_copy(each), scales[0]) for each in members]
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
-        names = [f"op.{request.name}.{number}" for number in range(len(given))]
-        rows = zip(given, names, strict=True)
-        return form([_own_rows(backend, *each, op, scales[1], is_ordered=is_ordered) for each in rows])
+        found = []
+        for number, each in enumerate(given):
+            part = f"op.{request.name}.{number}"
+            found.append(_own_rows(backend, scale_(each, scales[0]), part, op, scales[1], is_ordered=is_ordered))
+        return form(found)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
         _require_linear(op)
@@ -456,8 +459,9 @@ def _rows_to_scatter(tensor: torch.Tensor | None, splits: Splits, size: int) -> 
 
 def _no_rows(tensor: object, like: torch.Tensor) -> torch.Tensor:
     """Return no rows, of `tensor` if it fits: with them a rank that scattered none takes part in the backward pass."""
-    fits = isinstance(tensor, torch.Tensor) and (tensor.dtype, tensor.shape[1:]) == (like.dtype, like.shape[1:])
-    return _requiring_grad((cast(torch.Tensor, tensor) if fits else like)[:0])
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == like.dtype and tensor.shape[1:] == like.shape[1:]:
+        return _requiring_grad(tensor[:0])
+    return _requiring_grad(like[:0])
 
 
 def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
