@@ -264,6 +264,10 @@ def _weakly(method: Callable[..., None]) -> Callable[[], Callable[..., None]]:
     return lambda: method
 
 
+class _ReducedClosure(functools.partial[Any]):
+    """A step's closure that also reduces the gradients and its loss."""
+
+
 class _ReducedSteps:
     """The hooks before and after an optimizer's step: ensure that gradients are reduced, then begin the next step.
 
@@ -283,8 +287,7 @@ class _ReducedSteps:
             _require_outside_ddp(optimizer)
             self._must_look_for_ddp = False
         closure = closure_of(args, kwargs)
-        is_reduced = isinstance(closure, functools.partial) and closure.func == self._run_closure
-        if self._wrapping.skip_reduction or is_reduced:
+        if self._wrapping.skip_reduction or isinstance(closure, _ReducedClosure):
             return None
         if closure is None:
             self._wrapping.reducer.synchronize()
@@ -292,7 +295,7 @@ class _ReducedSteps:
                 self._checks.before_step(optimizer)
             return None
         # The closure will run backward, several times with LBFGS.
-        reduced = functools.partial(self._run_closure, optimizer, closure, itertools.count())
+        reduced = _ReducedClosure(self._run_closure, optimizer, closure, itertools.count())
         if len(args) > 1:
             return (args[0], reduced, *args[2:]), kwargs
         return args, {**kwargs, "closure": reduced}
@@ -310,7 +313,8 @@ class _ReducedSteps:
         loss = closure()
         reducer.synchronize()
         if self._checks is not None:
-            (self._checks.check_gradients if next(calls) else self._checks.before_step)(optimizer)
+            check = self._checks.before_step if next(calls) == 0 else self._checks.check_gradients
+            check(optimizer)
         reducer.reset_step()
         if sharding is not None:
             sharding.begin_step(optimizer)
