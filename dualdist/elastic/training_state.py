@@ -213,8 +213,10 @@ class State:
             if wrapper is not None and wrapper.sharding is not None:
                 copy = StateCopy.create({"optimizer": optimizer}, session.current().device)
                 wrapper.sharding.loads_all = True
-                copy.load({"optimizer": optimizer}, session.current().device)
-                wrapper.sharding.loads_all = False
+                try:
+                    copy.load({"optimizer": optimizer}, session.current().device)
+                finally:
+                    wrapper.sharding.loads_all = False
 
     def _rebind_optimizers(self) -> None:
         """Let the wrapped optimizers reduce in the new world group."""
