@@ -54,7 +54,10 @@ def problems(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _event_problems(event: Mapping[str, Any]) -> Iterator[str]:
     phase = event.get("ph")
-    for name, kind in FIELDS.get(phase, {"ph": type(None)}).items():
+    if phase not in FIELDS:
+        yield f"unknown phase {phase!r}"
+        return
+    for name, kind in FIELDS[phase].items():
         if not isinstance(event.get(name), kind) or isinstance(event[name], bool):
             yield f"{name} is missing, or no {kind.__name__}"
     args = event.get("args", {})
