@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import dualdist as dd
 from dualdist.errors import UsageError
 
-Program = Layer = SimpleNamespace
 STEPS = 3
 # In float64. Other orders of a sum differ by 1e-16; Adam and Adagrad divide by roots that are near 1e-8 at times.
 RTOL, ATOL = 1e-6, 1e-8
@@ -35,12 +34,37 @@ OPTIMIZERS: Sequence[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = (
 )
 
 
-def draw(seed: int, size: int) -> Program:
-    """Return the program of a seed on so many ranks.
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model."""
 
-    A layer's `hook` is registered with torch before dd.wrap_optimizer, or after it, and halves the gradient of the
-    weight; `skipped_by` are the ranks whose loss does not use it, `reentrant` is for torch.utils.checkpoint, if called.
-    """
+    kind: str
+    width: int
+    is_frozen: bool
+    is_twice: bool
+    reentrant: bool | None  # for torch.utils.checkpoint, if it is called
+    skipped_by: frozenset[int]  # ranks whose loss does not use it
+    hook: str  # registered with torch before dd.wrap_optimizer, or after it; it halves the gradient of the weight
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a seed means."""
+
+    seed: int
+    layers: Sequence[Layer]
+    optimizer: type[torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    clip: float | None
+    width: int
+    has_groups: bool
+    sets_none: bool
+    clears_model: bool
+
+
+def draw(seed: int, size: int) -> Program:
+    """Return the program of a seed on so many ranks."""
     rng = random.Random(seed)
     flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
     op, accumulate = rng.choice(("mean", "mean", "sum")), rng.choice((1, 1, 2, 3))
@@ -61,8 +85,7 @@ def draw(seed: int, size: int) -> Program:
         )
     if accumulate > 1 and any(layer.reentrant for layer in layers):
         # That backward counts, and the reduction comes before the last one: what a hook halves later is the mean.
-        for layer in layers:
-            layer.hook = "" if layer.skipped_by else layer.hook
+        layers = [replace(layer, hook="") if layer.skipped_by else layer for layer in layers]
     optimizer, arguments = rng.choice(OPTIMIZERS)
     cap = rng.choice((0.0005, 0.01, 25))
     options = {"op": op, "accumulate": accumulate, "bucket_cap_mb": cap}
