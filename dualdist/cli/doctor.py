@@ -264,8 +264,11 @@ def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Di
     usable = [config for config in configs if config not in refused]
     with termination_raises():
         results = smoke_test.run_cells(usable, ranks, site, _log)
-    skipped = [{**asdict(config), "reason": reason} for config, reason in refused.items()]
-    return diagnosis.with_findings(smoke_test.find(results)), {"tested": results, "skipped": skipped}
+    report = {
+        "tested": [asdict(result) for result in results],
+        "skipped": [{**asdict(config), "reason": reason} for config, reason in refused.items()],
+    }
+    return diagnosis.with_findings(smoke_test.find(results)), report
 
 
 def _log(line: str) -> None:
