@@ -1,7 +1,6 @@
 """Horovod's exceptions, and the helpers of horovod.common.util and horovod.runner.util.threads that programs use."""
 
 import contextlib
-import functools
 import itertools
 import os
 import threading
@@ -61,14 +60,24 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name) and torch.cuda.is_available()
 
 
-def _built_with(part: str, verbose: bool = False) -> int:
-    version = session.built_with().get(part, 0)
-    return version if part == "nccl" else bool(version)
+def mpi_built(verbose: bool = False) -> bool:
+    return bool(session.built_with()["mpi"])
 
 
-mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = (
-    functools.partial(_built_with, part) for part in ("mpi", "gloo", "nccl", "ddl", "ccl")
-)
+def gloo_built(verbose: bool = False) -> bool:
+    return bool(session.built_with()["gloo"])
+
+
+def nccl_built(verbose: bool = False) -> int:
+    return session.built_with()["nccl"]
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    return False
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
