@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import threading
 import time
@@ -128,7 +129,11 @@ def _build_wheel(build: plan.BuildPlan, environ: Mapping[str, str], progress: Bu
         work = Path(folder)
         progress.print("downloading the sources")
         run_command(plan.download(build, work), environ, title=f"downloading horovod=={HOROVOD_VERSION}", log=build.log)
-        shutil.unpack_archive(work / f"{plan.SOURCE_FOLDER}.tar.gz", work)
+        archive = work / f"{plan.SOURCE_FOLDER}.tar.gz"
+        try:
+            shutil.unpack_archive(archive, work)
+        except (OSError, tarfile.TarError) as error:
+            raise BuildError(f"{archive.name} could not be unpacked in {work}: {error}") from error
         source = work / plan.SOURCE_FOLDER
         patches.apply(source, build.patches)
         (source / "horovod" / RECORD_NAME).write_text(to_json(build.record))
