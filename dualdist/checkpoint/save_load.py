@@ -390,7 +390,8 @@ def _load_all_or_nothing(
 def _set_reduction_orders(orders: Any, parts: Mapping[str, Any]) -> None:
     """Reduce the optimizers' buckets in the saved orders; a collective, for which the parts are sorted."""
     for name, part in sorted(parts.items()):
-        order, wrapper = orders.get(name) if isinstance(orders, dict) else None, get_wrapper(part)
+        order = orders.get(name) if isinstance(orders, dict) else None
+        wrapper = get_wrapper(part)
         if wrapper is not None and isinstance(order, list) and all(type(number) is int for number in order):
             wrapper.reducer.set_order(order)
 
