@@ -216,7 +216,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         """Return work that is done once all operations before it are."""
-        return self._submit("coalesced", c10d.BarrierOptions(), [], CompletedWork)
+        return self._submit("coalesced", c10d.BarrierOptions(), [[]], CompletedWork)
 
     # The group itself
 
@@ -243,7 +243,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
         The columns are the outputs, which are the result, and the inputs, where they are others: tensors, or lists.
         """
-        result, *inputs = map(flattened, columns or [[]])
+        result, *inputs = map(flattened, columns)
         check([*result, *flattened(inputs)])
         self._progress.end_callbacks()
         self._progress.require_usable()
