@@ -4,14 +4,18 @@ import contextlib
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from harness import trace_format
 
-from dualdist.diagnostics.timeline import EventListener, offset_between
+from dualdist.diagnostics.timeline import EventListener, max_error_ns, measure_offsets, offset_between
 from dualdist.diagnostics.trace_format import COMMUNICATION, STEPS, ClockModel, ClockOffset, TraceSpan, rank_events
 
 ZERO = ClockOffset(0.0, 0.0, 0)
@@ -43,6 +47,33 @@ def test_clock_drift_is_interpolated_and_offsets_are_the_middle_of_their_bounds(
     assert offset_between(-5, 7, 1) == ClockOffset(0.0, 7.0, 1)
     assert offset_between(100, 140, 1) == ClockOffset(120.0, 20.0, 1)
     assert offset_between(-140, -100, 1) == ClockOffset(-120.0, 20.0, 1)
+
+
+@pytest.mark.parametrize("ahead_ns", [[0, 0, 0], [0, 5 * 10**9, -3600 * 10**9], [7 * 10**15, 0, 1]])
+def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
+    """By ranks in threads that gather objects from each other, whose clocks are ahead."""
+    size = len(ahead_ns)
+    barrier = threading.Barrier(size)
+    gathered: list[Any] = [None] * size
+
+    def measure(rank: int) -> tuple[list[ClockOffset], int]:
+        def gather(own: Any) -> list[Any]:
+            gathered[rank] = own
+            barrier.wait()
+            found = list(gathered)
+            barrier.wait()
+            return found
+
+        return measure_offsets(gather, lambda: time.monotonic_ns() + ahead_ns[rank])
+
+    with ThreadPoolExecutor(size) as pool:
+        first, *others = pool.map(measure, range(size))
+    assert others == [first] * (size - 1)
+    for rank, each in enumerate(first[0]):
+        assert abs(each.ns - ahead_ns[rank] + ahead_ns[0]) <= each.error_ns, rank
+    if not any(ahead_ns):
+        assert [each.ns for each in first[0]] == [0, 0, 0]
+        assert 0 < max_error_ns(first[0]) < 10**9
 
 
 class Stubborn(torch.optim.SGD):
