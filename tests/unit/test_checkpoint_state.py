@@ -259,8 +259,11 @@ class Training:
         found = []
         for _ in range(count):
             self.optimizer.step(self.closure)
-            if scheduler := self.parts.get("scheduler"):
-                scheduler.step(*[1.0] * isinstance(scheduler, schedules.ReduceLROnPlateau))
+            scheduler = self.parts.get("scheduler")
+            if isinstance(scheduler, schedules.ReduceLROnPlateau):
+                scheduler.step(1.0)
+            elif scheduler is not None:
+                scheduler.step()
             found.append(([group["lr"] for group in self.optimizer.param_groups], plain(self.model.state_dict())))
         return found
 
