@@ -182,7 +182,7 @@ class PointToPoint(Protocol):
 
 
 class ForwardingBackend:
-    """What a backend over another one has of it; a subclass moves tensors, and duplicates and subgroups do not."""
+    """A backend over another one; subclasses move the tensors. Duplicates and subgroups are those of the other one."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
