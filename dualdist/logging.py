@@ -13,7 +13,7 @@ from dualdist.errors import UsageError
 T = TypeVar("T")
 
 LOG_FORMAT = "%(asctime)s [%(rank)s] %(levelname)s %(name)s: %(message)s"
-HANDLER = "dualdist"
+HANDLER = "dualdist.setup_logging"  # no name that a program gives to a handler of its own
 BAR_CELLS = 20
 # Seconds between two updates of a progress bar on a terminal, and between two lines in a file.
 DRAW_S, LINE_S = 0.1, 60.0
