@@ -192,8 +192,11 @@ def _start_session(
     if topology.size == 1:
         store = None
     hosts = tuple(location.host for location in locations)
-    here, load = hosts[topology.rank], process_state.ProcessIdentity.loads
-    processes = [load(each.process) if each.process and each.host == here else None for each in locations]
+    own_host = hosts[topology.rank]
+    processes = [  # None for ranks on other hosts
+        process_state.ProcessIdentity.loads(each.process) if each.process and each.host == own_host else None
+        for each in locations
+    ]
     opened: list[Callable[[], None]] = [backend.close]
     try:
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)

@@ -109,7 +109,7 @@ def package_version(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class CpuUse:
-    """Elapsed seconds, CPU seconds of the whole machine (None if unknown), and of this process."""
+    """Seconds since some start, and CPU seconds since then, of the whole machine (None if unknown) and this process."""
 
     window_s: float
     machine_s: float | None
