@@ -345,9 +345,8 @@ class LaunchSchedule:
         return rounds + [(check, self.rounds - 1) for check in self.remaining_checks(self._able())]
 
     def remaining_s(self) -> float:
-        return max(
-            0.0, min(self._estimate([contender for contender, _ in self.remaining]), self.budget_s - self.elapsed_s)
-        )
+        needed = self._estimate([contender for contender, _ in self.remaining])
+        return max(0.0, min(needed, self.budget_s - self.elapsed_s))
 
     def _estimate(self, contenders: Sequence[Contender]) -> float:
         known = {key: median(each.seconds for each in found) for key, found in self._launches.items()}

@@ -99,7 +99,9 @@ def step_case(options: StepOptions, device: torch.device, rank: int) -> Training
     return make_case(options, options.batch_size, device, options.seed + 1 + rank)
 
 
-def _model(name: str, batch: int, image_size: int, random: torch.Generator) -> tuple[Callable[[], nn.Module], Any, int]:
+def _model(
+    name: str, batch: int, image_size: int, random: torch.Generator
+) -> tuple[Callable[[], nn.Module], torch.Tensor, int]:
     """Return what makes the model, random inputs, and the number of classes."""
     if name == "mlp":
         return ResidualMlp, torch.randn(batch, MLP_WIDTH, generator=random), MLP_WIDTH

@@ -71,7 +71,8 @@ def _measure(measurement: str, given: dict[str, Any], path: Path) -> None:
                 "--device cuda, but torch sees no GPU here: leave it out, or hide no GPU from the ranks"
             )
         run = recording.describe_run(session.current())
-        found = measure(options, *((path.parent, start_time) if measurement == "train" else ()))
+        more = (path.parent, start_time) if measurement == "train" else ()
+        found = measure(options, *more)
         is_root = dd.rank() == 0
     finally:
         dd.shutdown()
