@@ -35,11 +35,6 @@ USER, NICE, SYSTEM, STEAL = 0, 1, 2, 7
 GROUPS = Path("/sys/fs/cgroup")
 # Control groups of version 1 report "no limit" as the largest multiple of a page.
 NO_LIMIT = 1 << 60
-# Shared memory that operations, gradients and a few groups need, per rank of the host.
-SHM_BYTES_PER_RANK = 4 << 20
-# Gloo connects every pair of ranks several times: for torch, for operations, for gradients, and for a group.
-GLOO_MESHES = 4
-SPARE_FILES = 512
 
 
 @dataclass(frozen=True)
@@ -218,8 +213,3 @@ def _folders(controller: str) -> Iterator[Path]:
 def _number(word: str) -> int:
     """Return the number, or -1 for "max" or no number."""
     return int(word) if word.isdigit() else -1
-
-
-def needed_open_files(size: int) -> int:
-    """Return how many files a rank may have open at once in a job of `size` ranks."""
-    return GLOO_MESHES * size + SPARE_FILES

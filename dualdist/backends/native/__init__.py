@@ -10,6 +10,12 @@ from dualdist.backends.registry import NATIVE, BackendSpec
 if TYPE_CHECKING:
     from dualdist.backends.base import AdoptedGroup, Backend, InitContext
 
+# Shared memory that operations, gradients and a few groups need, per rank of the host.
+SHM_BYTES_PER_RANK = 4 << 20
+# Gloo connects every pair of ranks several times: for torch, for operations, for gradients, and for a group.
+GLOO_MESHES = 4
+SPARE_FILES = 512
+
 
 def start(context: InitContext) -> Backend:
     from dualdist.backends.native import backend
@@ -25,6 +31,11 @@ def adopt(context: InitContext) -> AdoptedGroup | None:
     from dualdist.backends.native import backend
 
     return backend.adopt(context)
+
+
+def needed_open_files(size: int) -> int:
+    """Return how many files a rank may have open at once in a job of `size` ranks."""
+    return GLOO_MESHES * size + SPARE_FILES
 
 
 SPEC = BackendSpec(

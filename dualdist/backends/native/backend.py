@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions  # private to torch: tests/unit/test_torch_private_names.py
 
 from dualdist.backends.base import AdoptedGroup, InitContext, ReduceOp, Work, filled, gathered, peer_error
+from dualdist.backends.native import SHM_BYTES_PER_RANK, needed_open_files
 from dualdist.backends.native.store import TcpStore, first_line
 from dualdist.backends.shm.channel import connect_host
 from dualdist.backends.shm.collectives import SMALL_BYTES, HostCollectives, slot_bytes
@@ -34,7 +35,6 @@ from dualdist.errors import (
 )
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils.deadline import Deadline, stop_at_exit
-from dualdist.utils.machine import SHM_BYTES_PER_RANK, needed_open_files
 from dualdist.utils.variables import temporary_variables
 
 ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL

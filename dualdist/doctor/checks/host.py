@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from dualdist.backends.native import SHM_BYTES_PER_RANK, needed_open_files
 from dualdist.doctor.checks import DoctorContext, Finding, info, warning
 from dualdist.doctor.facts import HIDE_ALL, UNLIMITED, VISIBLE, HostFacts
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import THREADS
 from dualdist.launch.env_defaults import threads_per_rank as default_threads
-from dualdist.utils.machine import SHM_BYTES_PER_RANK, needed_open_files
 
 MIB = 2**20
 # InfiniBand's libraries lock a few hundred MiB; sites that use it usually set no limit.
