@@ -90,9 +90,10 @@ def train(chosen: Run, site: Site, options: argparse.Namespace, file: Path) -> d
     flags |= {"epochs": options.steps, "max-steps": options.steps}
     program = (str(TRAIN), *(f"--{name}={value}" for name, value in flags.items()))
     job = Job(program, ranks, chosen.backend, env=VARIABLES)
-    result = run_command(build_command(chosen.launcher, job, site), timeout_s=options.timeout, what=chosen.name)
-    if result.code != 0 or not file.exists():
-        raise LaunchError(f"exit code {result.code}\n{result.output.strip()[-3000:]}")
+    command = build_command(chosen.launcher, job, site)
+    code, output = run_command(command, timeout_s=options.timeout, what=chosen.name)
+    if code != 0 or not file.exists():
+        raise LaunchError(f"exit code {code}\n{output.strip()[-3000:]}")
     summary: dict[str, Any] = json.loads(file.read_text())
     if summary["ranks"] != ranks or chosen.backend not in ("auto", summary["backend"]):
         raise LaunchError(f"ran {summary['ranks']} ranks on {summary['backend']}, not {ranks} on {chosen.backend}")
