@@ -134,10 +134,12 @@ test-gpu: setup
 docker-test: setup
 	DUALDIST_DOCKER=full $(BIN)/python -m pytest tests/docker
 
+# The demo and the manual's hooks use more of the package than its public names.
 check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy examples/demo.py docs/hooks.py
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/shellcheck .ci/run launch/*.sh docker/*.sh
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
