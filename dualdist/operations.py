@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from dualdist.backends.arithmetic import Op
 from dualdist.collectives import broadcast_state, collectives, fast_allreduce, traced_allreduce
 from dualdist.collectives.arguments import Reduction, as_list, as_tensor
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective, Handle
-from dualdist.collectives.reductions import Op
 from dualdist.session import find_group, group_or_world
 
 T = TypeVar("T")

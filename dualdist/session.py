@@ -29,7 +29,7 @@ from dualdist.errors import (
 )
 from dualdist.monitoring import failed_exit
 from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT, check_choice
-from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_exchange, open_session
+from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_session, share_messages
 from dualdist.utils import tracebacks
 from dualdist.utils.suggest import require_choice
 from dualdist.utils.variables import OUTPUT, TIMELINE, unknown_variables
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.collectives.group import Group
-    from dualdist.collectives.negotiation import CollectiveRequest
     from dualdist.diagnostics.recording import Recorder
     from dualdist.diagnostics.timeline import TimelineWriter
+    from dualdist.engine.channel import Observer
 
 # Set by `dualdist compare` for a program that it times: a folder, the warm-up steps and the steps to time.
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
@@ -220,13 +220,9 @@ def _start_timeline(session: Session, path: str) -> None:
     session.close_callbacks.append(_process.timeline.finish)
 
 
-def set_observers(
-    group: Group,
-    operations: Callable[[str, CollectiveRequest | None], None] | None = None,
-    moves: Callable[[str, str, str, int], None] | None = None,
-) -> None:
+def set_observers(group: Group, *observers: Observer) -> None:
     """Replace the group's observers, but for the timeline."""
-    group.observer, group.monitor.observer = operations, moves
+    group.observers[:] = observers
     if _process.timeline is not None:
         _process.timeline.listener.observe(group)
 
@@ -287,7 +283,7 @@ def built_with() -> dict[str, int]:
 def new_group(ranks: Sequence[int]) -> Group:
     from dualdist.collectives.collectives import run_agreed
     from dualdist.collectives.group import Group
-    from dualdist.monitoring.monitored import Monitor
+    from dualdist.engine.monitor import Monitor
 
     session = current()
     members = sorted(as_ints(ranks, "ranks"))
@@ -296,10 +292,10 @@ def new_group(ranks: Sequence[int]) -> Group:
     world = session.world
     name = world.next_name("new_group")
     backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda backend: backend.subgroup(members, name))
-    index, timeout_s = backend.rank, backend.timeout_s
-    exchange = open_exchange(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
+    share_messages(backend, session.store, f"{session.key}/{name}", session.hosts, session.timeout_s)
     _process.groups += 1
-    group = Group(backend, Monitor(world.monitor.probe, members), host_ranks=exchange, number=_process.groups)
+    monitor = Monitor(world.monitor.probe, members, name)
+    group = Group(backend, monitor, session.timeout_s, number=_process.groups)
     group.reduction = world.reduction
     session.groups.append(group)
     set_observers(group)

@@ -5,20 +5,17 @@ registry.py is how a backend makes itself known.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.operation import Operation
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from dualdist.topology import RankLocation, Topology
 
-# The transports' ops; "mean" only where Backend.mean_devices says so.
-ReduceOp = Literal["sum", "min", "max", "product", "mean"]
-# Of the allreduce of a bucket: its optimizer, layout and index, and its elements without the flags.
-BUCKET_NAME = re.compile(r"gradients\.\d+\.\d+\.(\d+)/(\d+)(\.scatter|\.gather)?")
 # For backends that copy a tensor without reducing it with another.
 ALL_DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 # In lower-case errors of transports when a wait times out, and when a rank has ended.
@@ -74,14 +71,28 @@ class InitContext:
     sets_default_group: bool = True
 
 
-class Work(Protocol):
-    """A running operation."""
+class Message(Operation[list[bytes]]):
+    """An allgather of bytes of different lengths, which may carry the elements of a small tensor, too.
 
-    def done(self) -> bool:
-        """Return True if wait() would return at once."""
+    Attributes:
+        is_equal: all ranks sent the same few bytes and as large a tensor; known once advance() has returned True.
+    """
 
-    def wait(self) -> torch.Tensor:
-        """Finish the operation and return its result; raise CollectiveError. On CUDA only the current stream waits."""
+    is_equal = False
+
+    def reduce_payloads(self, tensor: torch.Tensor, op: ReduceOp, *, in_place: bool) -> torch.Tensor:
+        """Return the reduction of the ranks' tensors, if is_equal; `tensor` is this rank's."""
+        raise NotImplementedError
+
+
+class Messenger(Protocol):
+    """A transport for messages that is faster than allgather()."""
+
+    message: Callable[[bytes, torch.Tensor | None], Message]
+    """Begins an allgather of bytes of any length, and of the elements of a small contiguous tensor."""
+
+    def close(self) -> None:
+        """Disconnect."""
 
 
 @dataclass(frozen=True)
@@ -97,26 +108,13 @@ class AdoptedGroup:
     set_locations: Callable[[Sequence[RankLocation]], None]
 
 
-class LazyDescription:
-    """The description of an operation for error messages, formatted when needed."""
-
-    def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        self._operation = kind, name, tensor
-
-    def __str__(self) -> str:
-        kind, name, tensor = self._operation
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if bucket := BUCKET_NAME.fullmatch(name):
-            of_dtype = "" if bucket[3] else f" of {dtype}"  # else bytes are sent: Note [rank order]
-            return f"reduction of gradients, bucket {bucket[1]} of {bucket[2]} elements{of_dtype}"
-        return f"{kind} {name!r} of {dtype}{tuple(tensor.shape)}"
-
-
 class Backend(Protocol):
     """Moves tensors between `size` ranks. Every rank calls the same methods in the same order with the same names.
 
-    Tensors passed in are contiguous, and the caller leaves them unchanged until the work is done. `name` is unique
-    among running operations. A backend raises dualdist's exceptions only, without naming the operation: callers add it.
+    A method begins an operation, which its caller advances, one after the other in the order of the calls. Tensors
+    passed in are contiguous, and the caller leaves them unchanged until the operation is done. `name` is unique among
+    running operations. A backend raises dualdist's exceptions only, without naming the operation: callers add it.
+    Implementations inherit from this class.
     """
 
     name: str
@@ -124,47 +122,67 @@ class Backend(Protocol):
     ranks: tuple[int, ...]  # the job's ranks that this backend connects, ascending
     rank: int  # this process's index among them, -1 if it is none of them
     size: int
-    timeout_s: float  # for operations that start from now on
+    timeout_s: float  # of duplicate() and subgroup(), which wait for the other ranks
+    is_open: bool  # until close()
     supported_reduce_dtypes: frozenset[torch.dtype]  # of allreduce_; callers convert tensors of other dtypes
-    traceable: bool  # torch.compile may keep an allreduce in its graph
-    done_means_all_started: bool  # an allreduce_ is done(), without wait(), once all ranks have started it
-    mean_devices: frozenset[str]  # of floats that allreduce_ takes the mean of, as fast as the sum
-    rank_order_devices: frozenset[str]  # of floats that allreduce_ adds and multiplies in the order of ranks
+    traceable: bool = False  # torch.compile may keep an allreduce in its graph
+    mean_devices: frozenset[str] = frozenset()  # of floats that allreduce_ takes the mean of, as fast as the sum
+    rank_order_devices: frozenset[str] = frozenset()  # of floats that allreduce_ adds and multiplies in rank order
+    messenger: Messenger | None = None  # in the same order as the operations
+    # Seconds that a program waits for an operation that it has just begun: Note [wait budget] in wait_budget.py.
+    wait_budget_s: float = 0.0
 
-    @property
-    def is_open(self) -> bool:
-        """Return True until close()."""
-
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> Operation[torch.Tensor]:
         """Replace `buffer` on every rank by the reduction over all ranks; of another tensor, if one is given."""
+        raise NotImplementedError
 
-    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
         """Concatenate tensors of equal shape in rank order, (n, *s) -> (size*n, *s); in `output`, if one is given."""
+        raise NotImplementedError
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Operation[torch.Tensor]:
         """Replace `buffer` on every rank by that of index `root` in `ranks`."""
+        raise NotImplementedError
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
+    def alltoall(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
+    ) -> Operation[torch.Tensor]:
         """Send the next sent[i] elements of a flat tensor to each rank i; the result has received[i] from rank i."""
+        raise NotImplementedError
 
     def duplicate(self, key: str) -> Backend:
         """Connect the same ranks again, so that operations on the new backend do not queue behind this one's."""
+        raise NotImplementedError
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
         """Connect some of the job's ranks; every rank of this backend calls this, and members or not get a backend."""
+        raise NotImplementedError
+
+    def lost_ranks(self) -> Sequence[int]:
+        """Return the job's ranks that are known to have ended; called from time to time while an operation waits."""
+        return ()
+
+    def abandon(self) -> None:
+        """Break what connects this rank to the others, so that they wait for it no longer, if the transport can."""
+        return None
 
     def built_with(self) -> dict[str, int]:
         """Return for gloo, mpi and nccl: 0 if missing, else the version (NCCL's as a number) or 1."""
+        return {"gloo": 0, "mpi": 0, "nccl": 0}
 
     def close(self) -> None:
         """Disconnect; no operation may be running on any rank. Every rank of the job closes a subgroup."""
+        raise NotImplementedError
 
 
-class ReceiveWork(Work, Protocol):
+class Receive(Operation[torch.Tensor]):
     """A running receive."""
 
     def source(self) -> int:
-        """Return the index of the rank that sent, once wait() has returned."""
+        """Return the index of the rank that sent, once advance() has returned True."""
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -174,38 +192,11 @@ class PointToPoint(Protocol):
     def connect_peers(self) -> None:
         """Prepare send() and receive_(); every rank calls this."""
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Operation[torch.Tensor]:
         """Send a contiguous tensor to the rank of index `to`."""
 
-    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> ReceiveWork:
+    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> Receive:
         """Fill a contiguous tensor by what the rank of index `source`, or any, sends with this tag."""
-
-
-class ForwardingBackend:
-    """A backend over another one; subclasses move the tensors. Duplicates and subgroups are those of the other one."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.name, self.transport, self.traceable = backend.name, backend.transport, backend.traceable
-        self.ranks, self.rank, self.size = backend.ranks, backend.rank, backend.size
-        self.supported_reduce_dtypes = backend.supported_reduce_dtypes
-        self.done_means_all_started = backend.done_means_all_started
-        self.mean_devices = backend.mean_devices
-        self.rank_order_devices = backend.rank_order_devices
-        self.duplicate, self.subgroup = backend.duplicate, backend.subgroup
-        self.built_with, self.close = backend.built_with, backend.close
-
-    @property
-    def timeout_s(self) -> float:
-        return self._backend.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, value: float) -> None:
-        self._backend.timeout_s = value
-
-    @property
-    def is_open(self) -> bool:
-        return self._backend.is_open
 
 
 def gathered(tensor: torch.Tensor, size: int, output: torch.Tensor | None) -> torch.Tensor:
@@ -218,39 +209,14 @@ def filled(buffer: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
     return buffer if source is None else buffer.copy_(source)
 
 
-class CompletedWork:
-    """Work whose result is known when it starts."""
-
-    def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> torch.Tensor:
-        return self._result
-
-
-class ConvertedWork:
-    """Work whose wait() returns `convert` of the result: mostly its copy in another tensor."""
-
-    def __init__(self, work: Work, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._work = work
-        self._convert = convert
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self) -> torch.Tensor:
-        return self._convert(self._work.wait())
-
-
 def timeout_error(timeout_s: float) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
 
 
-def peer_error(text: str, shown: str, timeout_s: float) -> CollectiveError | None:
+def peer_error(text: str, shown: str) -> CollectiveError | None:
     """Return the exception for a transport's error in lower case if another rank is lost or late, else None."""
     if any(word in text for word in PEER_LOST):
         return RankLostError(f"another rank called dd.shutdown() or ended, or its connection broke ({shown})")
-    return timeout_error(timeout_s) if any(word in text for word in TIMED_OUT) else None
+    if any(word in text for word in TIMED_OUT):
+        return CollectiveTimeoutError(f"not all ranks arrived in time ({shown})")
+    return None

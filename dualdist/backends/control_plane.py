@@ -1,4 +1,4 @@
-"""Exchange of bytes and pickled objects over a backend; every rank makes the same calls in the same order.
+"""Exchange of bytes and pickled objects over a backend, as stages of an operation; all ranks make the same calls.
 
 No request is compared first, as dualdist/collectives does it; `check_same_tensors` compares tensors that will be sent.
 """
@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualdist.backends.base import Backend, Work
+from dualdist.backends.arithmetic import ReduceOp, reduce_rows
+from dualdist.backends.base import Backend, Message
+from dualdist.backends.operation import Operation, Stages
 from dualdist.errors import MismatchError
 
 T = TypeVar("T")
@@ -23,65 +25,71 @@ LENGTH_BYTES = 4
 INLINE_BYTES = ROW_BYTES - LENGTH_BYTES
 
 
-class ControlAllgather:
-    """An allgather of bytes of different lengths, which starts when this is created."""
+def exchange(backend: Backend, data: bytes, name: str, payload: torch.Tensor | None = None) -> Message:
+    """Begin an allgather of bytes of different lengths, and of the elements of a small CPU tensor."""
+    if backend.messenger is not None:
+        return backend.messenger.message(data, payload)
+    return AllgatherMessage(backend, data, name, payload)
 
-    def __init__(self, backend: Backend, payload: bytes, name: str) -> None:
+
+class AllgatherMessage(Message):
+    """A message by the allgather of a backend: one row of each rank, and a second one for what is longer."""
+
+    def __init__(self, backend: Backend, data: bytes, name: str, payload: torch.Tensor | None) -> None:
         self._backend = backend
-        self._payload = payload
         self._name = name
-        self._payloads: list[bytes] | None = None
-        row = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
-        self._work: Work = backend.allgather(_tensor(row), name)
+        self._length = len(data)
+        self._sent = data if payload is None else data + payload.detach().numpy().tobytes()
+        self._rows: list[bytes] = []  # of all ranks, as far as they have come
+        self._rest: Operation[torch.Tensor] | None = None
+        self._has_ended = False
+        head = len(self._sent).to_bytes(LENGTH_BYTES, "little") + self._sent[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
+        self._first = backend.allgather(_tensor(head), name)
 
-    def done(self) -> bool:
-        """Return True if the first message, mostly the only one, has arrived from every rank."""
-        return self._work.done()
+    def advance(self, wait_s: float) -> bool:
+        if self._has_ended:
+            return True
+        if self._rest is None:
+            if not self._first.advance(wait_s):
+                return False
+            rows = _rows(self._first.result, self._backend.size)
+            lengths = [int.from_bytes(row[:LENGTH_BYTES], "little") for row in rows]
+            self._rows = [row[LENGTH_BYTES : LENGTH_BYTES + length] for row, length in zip(rows, lengths, strict=True)]
+            longest = max(lengths) - INLINE_BYTES
+            if longest > 0:
+                self._lengths = lengths
+                rest = _tensor(self._sent[INLINE_BYTES:].ljust(longest, b"\0"))
+                self._rest = self._backend.allgather(rest, f"{self._name}.rest")
+        if self._rest is not None:
+            if not self._rest.advance(wait_s):
+                return False
+            more = _rows(self._rest.result, self._backend.size)
+            self._rows = [(row + rest)[:n] for row, rest, n in zip(self._rows, more, self._lengths, strict=True)]
+        sent, length = self._sent, self._length
+        self.is_equal = all(len(row) == len(sent) and row[:length] == sent[:length] for row in self._rows)
+        self._has_ended = True
+        return True
 
-    def all_equal(self) -> bool:
-        """Return True if the payloads of all ranks are equal."""
-        return all(payload == self._payload for payload in self.wait())
+    @property
+    def result(self) -> list[bytes]:  # type: ignore[override]
+        return self._rows
 
-    def suffixes(self, prefix: bytes) -> list[bytes] | None:
-        """Return what follows `prefix` in each payload; None unless all have this prefix and the same length."""
-        length, payloads = len(self._payload), self.wait()
-        if any(len(payload) != length or not payload.startswith(prefix) for payload in payloads):
-            return None
-        return [payload[len(prefix) :] for payload in payloads]
-
-    def wait(self) -> list[bytes]:
-        """Return the payloads of all ranks, in rank order."""
-        if self._payloads is None:
-            self._payloads = self._read()
-        return self._payloads
-
-    def _read(self) -> list[bytes]:
-        data = self._work.wait().numpy().tobytes()
-        rows = [data[start : start + ROW_BYTES] for start in range(0, len(data), ROW_BYTES)]
-        lengths = [int.from_bytes(row[:LENGTH_BYTES], "little") for row in rows]
-        payloads = [row[LENGTH_BYTES : LENGTH_BYTES + length] for row, length in zip(rows, lengths, strict=True)]
-        longest = max(lengths) - INLINE_BYTES
-        if longest <= 0:
-            return payloads
-        rest = self._backend.allgather(
-            _tensor(self._payload[INLINE_BYTES:].ljust(longest, b"\0")), f"{self._name}.rest"
-        )
-        data = rest.wait().numpy().tobytes()
-        return [
-            payload + data[rank * longest : rank * longest + max(0, length - INLINE_BYTES)]
-            for rank, (payload, length) in enumerate(zip(payloads, lengths, strict=True))
-        ]
+    def reduce_payloads(self, tensor: torch.Tensor, op: ReduceOp, *, in_place: bool) -> torch.Tensor:
+        values = torch.frombuffer(bytearray(b"".join(row[self._length :] for row in self._rows)), dtype=tensor.dtype)
+        reduced = reduce_rows(values.view(-1, *tensor.shape), op)
+        return tensor.copy_(reduced) if in_place else reduced
 
 
-def allgather_object(backend: Backend, obj: T, name: str) -> list[T]:
+def allgather_object(backend: Backend, obj: T, name: str) -> Stages[list[T]]:
     """Return the objects of all ranks, pickled, in rank order."""
-    return [pickle.loads(data) for data in ControlAllgather(backend, pickle.dumps(obj), name).wait()]
+    rows = yield exchange(backend, pickle.dumps(obj), name)
+    return [pickle.loads(row) for row in rows]
 
 
-def broadcast_object(backend: Backend, obj: T, root: int, name: str) -> T:
+def broadcast_object(backend: Backend, obj: T, root: int, name: str) -> Stages[T]:
     """Return root's object, pickled, on every rank."""
-    data = pickle.dumps(obj if backend.rank == root else None)
-    received: T = pickle.loads(ControlAllgather(backend, data, name).wait()[root])
+    rows = yield exchange(backend, pickle.dumps(obj if backend.rank == root else None), name)
+    received: T = pickle.loads(rows[root])
     return received
 
 
@@ -91,7 +99,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def allgather_bytes(backend: Backend, data: torch.Tensor, sizes: Sequence[int], name: str) -> torch.Tensor:
+def allgather_bytes(backend: Backend, data: torch.Tensor, sizes: Sequence[int], name: str) -> Stages[torch.Tensor]:
     """Concatenate the bytes of all ranks in rank order; rank i has sizes[i]."""
     longest = max(sizes)
     if longest == 0:
@@ -100,7 +108,7 @@ def allgather_bytes(backend: Backend, data: torch.Tensor, sizes: Sequence[int], 
     if len(data) < longest:
         padded = data.new_zeros(longest)
         padded[: len(data)] = data
-    gathered = backend.allgather(padded, name).wait()
+    gathered: torch.Tensor = yield backend.allgather(padded, name)
     if len(set(sizes)) == 1:
         return gathered
     return torch.cat([block[:size] for block, size in zip(gathered.split(longest), sizes, strict=True)])
@@ -108,13 +116,13 @@ def allgather_bytes(backend: Backend, data: torch.Tensor, sizes: Sequence[int], 
 
 def check_same_tensors(
     backend: Backend, tensors: Sequence[tuple[str, torch.Tensor]], root: int, name: str, settings: str = ""
-) -> None:
+) -> Stages[None]:
     """Raise MismatchError on every rank unless all have the same settings and tensors of the same names and shapes."""
     manifest = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
     digest = hashlib.sha256("\n".join([settings, *manifest]).encode()).hexdigest()
-    if len(set(allgather_object(backend, digest, name))) == 1:
+    if len(set((yield from allgather_object(backend, digest, name)))) == 1:
         return
-    manifests = allgather_object(backend, (settings, manifest), f"{name}.manifest")
+    manifests = yield from allgather_object(backend, (settings, manifest), f"{name}.manifest")
     expected_settings, expected = manifests[root]
     index = next(index for index, other in enumerate(manifests) if other != manifests[root])
     other_settings, other = manifests[index]
@@ -135,6 +143,13 @@ def check_same_tensors(
         f"rank {rank} and root {root_rank} do not hold the same tensors: rank {rank} has {only_here}, root has "
         f"{only_root} (at most three shown); build the same model on every rank"
     )
+
+
+def _rows(gathered: torch.Tensor, size: int) -> list[bytes]:
+    """Return the bytes of each rank."""
+    data = gathered.numpy().tobytes()
+    width = len(data) // size
+    return [data[start : start + width] for start in range(0, len(data), width)]
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from dualdist.backends.base import ALL_DTYPES, Backend, CompletedWork, ReduceOp, filled, gathered
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.base import ALL_DTYPES, Backend, filled, gathered
+from dualdist.backends.operation import Completed
 from dualdist.backends.registry import SINGLE, BackendSpec
 
 
-class SingleBackend:
+class SingleBackend(Backend):
     """A backend of one rank: the reduction over all ranks is the rank's own tensor."""
 
     name = SINGLE
@@ -21,35 +23,31 @@ class SingleBackend:
     timeout_s = 0.0
     supported_reduce_dtypes = ALL_DTYPES
     traceable = True
-    done_means_all_started = True
-    mean_devices: frozenset[str] = frozenset()
-    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.is_open = True
 
     def allreduce_(
         self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
-    ) -> CompletedWork:
-        return CompletedWork(filled(buffer, source))
+    ) -> Completed[torch.Tensor]:
+        return Completed(filled(buffer, source))
 
-    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> CompletedWork:
-        return CompletedWork(gathered(tensor, 1, output).copy_(tensor))
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Completed[torch.Tensor]:
+        return Completed(gathered(tensor, 1, output).copy_(tensor))
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> CompletedWork:
-        return CompletedWork(buffer)
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Completed[torch.Tensor]:
+        return Completed(buffer)
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> CompletedWork:
-        return CompletedWork(tensor.clone())
+    def alltoall(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
+    ) -> Completed[torch.Tensor]:
+        return Completed(tensor.clone())
 
     def duplicate(self, key: str) -> Backend:
         return self
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
         return SingleBackend()
-
-    def built_with(self) -> dict[str, int]:
-        return {"gloo": 0, "mpi": 0, "nccl": 0}
 
     def close(self) -> None:
         self.is_open = False

@@ -12,16 +12,15 @@ import torch.distributed as dist
 
 from dualdist import session
 from dualdist.backends.base import PointToPoint
-from dualdist.backends.mpi.backend import wait_budget_s
 from dualdist.backends.native.store import TcpStore
 from dualdist.backends.registry import AUTO, NATIVE
+from dualdist.backends.wait_budget import wait_budget_s
 from dualdist.c10d.process_group import DualdistGroup, GroupBackend
+from dualdist.engine.monitor import Monitor
 from dualdist.environments import detect
 from dualdist.errors import TopologyError, UnsupportedError
-from dualdist.monitoring.monitored import Monitor
 from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig
 from dualdist.topology import Topology
-from dualdist.utils.machine import machine_cores, usable_cores
 
 
 def create_group(given: Any) -> DualdistGroup:
@@ -34,10 +33,9 @@ def create_group(given: Any) -> DualdistGroup:
         backend = _subgroup(world.members, list(given.global_ranks_in_group), f"c10d/{key}")
     else:
         backend = _connect(given.store, rank, size, timeout, key)
-    backend.transport.timeout_s = timeout.total_seconds()
     if isinstance(backend.transport, PointToPoint):
         backend.transport.connect_peers()
-    return DualdistGroup(given.store, rank, size, backend, str(given.group_id))
+    return DualdistGroup(given.store, rank, size, backend, str(given.group_id), timeout.total_seconds())
 
 
 def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta, key: str) -> GroupBackend:
@@ -51,24 +49,24 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta, key: s
 
 
 def _members(opened: Session) -> GroupBackend:
-    budget_s = wait_budget_s(usable_cores(), machine_cores(), opened.topology.local_size, torch.get_num_threads())
+    budget_s = wait_budget_s(opened.topology.local_size, torch.get_num_threads())
     return GroupBackend(opened.backend, opened.world.monitor, opened.close, budget_s)
 
 
 def _subgroup(world: GroupBackend, ranks: Sequence[int], key: str) -> GroupBackend:
     """Connect some ranks of a group, or all of them again."""
-    transport, monitor = world.transport, world.monitor
+    transport = world.transport
     if list(ranks) == list(transport.ranks):
         child = transport.duplicate(key)
     elif isinstance(transport, PointToPoint):
-        child, monitor = transport.subgroup(ranks, key), Monitor(monitor.probe, ranks)
+        child = transport.subgroup(ranks, key)
     else:
         raise UnsupportedError(
             f"the backend {transport.name} creates a group only if all ranks ask for it, and torch.distributed asks "
             "the members alone: set DUALDIST_BACKEND=native, or mpi where MPI was started"
         )
-    close = (lambda: None) if child is transport else child.close
-    return GroupBackend(child, monitor, close, world.wait_budget_s)
+    monitor = Monitor(world.monitor.probe, ranks, key)
+    return GroupBackend(child, monitor, child.close, world.wait_budget_s)
 
 
 def _open_session(store: dist.Store, rank: int, size: int, timeout_s: float, key: str) -> Session:

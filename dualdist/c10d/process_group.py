@@ -11,9 +11,8 @@ nothing; a reduction to one rank, and a reduce-scatter, an allreduce of a copy.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,13 +21,16 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from dualdist.backends.base import Backend, CompletedWork, ConvertedWork, PointToPoint, ReduceOp, Work
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.base import Backend, PointToPoint
 from dualdist.backends.control_plane import as_bytes
-from dualdist.c10d.work import GroupWork, PeerWork, Progress
+from dualdist.backends.operation import Completed, Converted, Operation, Staged, Stages
+from dualdist.c10d.work import Callbacks, GroupWork, PeerWork
 from dualdist.collectives import reductions
-from dualdist.collectives.reductions import divide_, sparse_sum
-from dualdist.errors import CollectiveTimeoutError, UnsupportedError, UsageError
-from dualdist.monitoring.monitored import Monitor, MonitoredBackend
+from dualdist.collectives.reductions import sparse_sum
+from dualdist.engine.channel import Channel, Transfer
+from dualdist.engine.monitor import Monitor
+from dualdist.errors import UnsupportedError, UsageError
 from dualdist.utils.deadline import stop_at_exit
 
 Tensors = list[torch.Tensor]
@@ -46,22 +48,24 @@ class GroupBackend:
     transport: Backend
     monitor: Monitor
     close: Callable[[], None]
-    wait_budget_s: float  # Note [no spare core] of work.py
+    wait_budget_s: float  # Note [wait budget]
 
 
 class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     """A process group over a backend of dualdist."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, members: GroupBackend, name: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, members: GroupBackend, name: str, timeout_s: float
+    ) -> None:
         super().__init__(rank, size)
         self._store = store
         self.members = members
-        self._backend = MonitoredBackend(members.transport, members.monitor)
+        self._backend = members.transport
         self._name = name
         self._description = ""
-        self._timeout_s = members.transport.timeout_s
         self._count = 0
-        self._progress = Progress(members.wait_budget_s)
+        self._channel = Channel(members.transport, members.monitor, timeout_s, wait_budget_s=members.wait_budget_s)
+        self._callbacks = Callbacks()
         atexit.register(self._at_exit)
 
     # torch keeps these in its own backends, of which there is none here.
@@ -97,10 +101,10 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         tensors = [given] if isinstance(given, torch.Tensor) else given  # as DDP calls it in join()
         opts = opts or c10d.AllreduceOptions()
 
-        def begin(tensor: torch.Tensor, name: str) -> Work:
+        def begin(tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             return in_place(tensor, lambda flat: self._allreduce(flat, opts.reduceOp.op, name))
 
-        def begin_sparse(tensor: torch.Tensor, name: str) -> Work:
+        def begin_sparse(tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             return self._allreduce_sparse(tensor, opts.reduceOp.op, name)
 
         is_sparse = any(tensor.is_sparse for tensor in tensors)
@@ -112,7 +116,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
         root = self._root(opts)
 
-        def begin(tensor: torch.Tensor, name: str) -> Work:
+        def begin(tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             work = self._allreduce(copied(tensor), opts.reduceOp.op, name)
             return stored(work, [tensor] if self.rank() == root else [])
 
@@ -121,13 +125,13 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
         root = self._root(opts)
 
-        def begin(tensor: torch.Tensor, name: str) -> Work:
+        def begin(tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             return in_place(tensor, lambda flat: self._backend.broadcast_(as_bytes(flat), root, name))
 
         return self._submit("broadcast", opts, [tensors], begin)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
-        def begin(into: Tensors, tensor: torch.Tensor, name: str) -> Work:
+        def begin(into: Tensors, tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             return stored(self._gather_bytes(tensor, name), self._one_each(into, "allgather", tensor))
 
         return self._submit("allgather", opts, [outputs, inputs], begin)
@@ -143,7 +147,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
-        def begin(output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work:
+        def begin(output: torch.Tensor, tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             return self._reduce_scatter(output, copied(tensor), opts.reduceOp.op, name)
 
         return self._submit("reduce_scatter", opts, [outputs, inputs], begin)
@@ -152,7 +156,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
-        def begin(output: torch.Tensor, parts: Tensors, name: str) -> Work:
+        def begin(output: torch.Tensor, parts: Tensors, name: str) -> Operation[torch.Tensor]:
             joined = torch.cat([plain(each).reshape(-1) for each in parts])
             return self._reduce_scatter(output, joined, opts.reduceOp.op, name)
 
@@ -202,8 +206,8 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, to: int, tag: int) -> PeerWork:
         tensor, what = plain(check(tensors)[0]), f"send to rank {self._job_rank(to)}"
-        work = self._peers().send(tensor, to, tag) if tensor.numel() else CompletedWork(tensor)
-        return PeerWork(work, what, self.members.monitor)
+        work = self._peers().send(tensor, to, tag) if tensor.numel() else Completed(tensor)
+        return PeerWork(work, what, self.members.monitor, self._channel.timeout_s)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> PeerWork:
         return self._receive(tensors, source, tag, f"receive from rank {self._job_rank(source)}")
@@ -216,19 +220,19 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         """Return work that is done once all operations before it are."""
-        return self._submit("coalesced", c10d.BarrierOptions(), [[]], CompletedWork)
+        return self._submit("coalesced", c10d.BarrierOptions(), [[]], Completed)
 
     # The group itself
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = self._backend.timeout_s = timeout.total_seconds()
+        self._channel.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
         atexit.unregister(self._at_exit)
-        if self._progress.is_open:
-            self._progress.is_open = False
+        if self._channel.latch.is_open:
+            self._channel.latch.is_open = False
             self.members.close()
-            self._progress.close()
+            self._channel.close()
 
     abort = shutdown
 
@@ -238,84 +242,88 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     # How they are done
 
-    def _submit(self, kind: str, opts: Any, columns: Sequence[list[Any]], begin: Callable[..., Work]) -> GroupWork:
+    def _submit(
+        self, kind: str, opts: Any, columns: Sequence[list[Any]], begin: Callable[..., Operation[torch.Tensor]]
+    ) -> GroupWork:
         """Begin an operation of the transport for each row: begin(output, input, name).
 
         The columns are the outputs, which are the result, and the inputs, where they are others: tensors, or lists.
         """
         result, *inputs = map(flattened, columns)
         check([*result, *flattened(inputs)])
-        self._progress.end_callbacks()
-        self._progress.require_usable()
+        if self._callbacks.are_wanted and not self._callbacks.are_running_here:
+            self._callbacks.are_wanted = False
+            self._finish_all()
         self._count += 1
         name, own_s = f"c10d.{self._name}.{kind}.{self._count}", opts.timeout.total_seconds()
         rows = list(zip(*columns, strict=True))
         names = [name] if len(rows) == 1 else [f"{name}.{number}" for number in range(len(rows))]
-        with self._time_limit(own_s):
-            works = [begin(*row, each) for row, each in zip(rows, names, strict=True)]
-            work = GroupWork(self._progress, works, result, lambda: self._time_limit(own_s))
-        self._progress.add(work, in_background=getattr(opts, "asyncOp", True))
-        return work
 
-    @contextlib.contextmanager
-    def _time_limit(self, seconds: float) -> Iterator[None]:
-        """Limit the waits in the block to these seconds, if they are positive, else to those of the group.
+        def start(backend: Backend) -> Operation[Any]:
+            return begin(*rows[0], name) if len(rows) == 1 else Staged(all_rows())
 
-        Raises:
-            CollectiveTimeoutError: of these ranks, with the word that programs look for in errors of torch's backends.
-        """
-        limit_s = seconds if seconds > 0 else self._timeout_s
-        self._backend.timeout_s = limit_s
-        try:
-            yield
-        except CollectiveTimeoutError as error:
-            raise CollectiveTimeoutError(f"the timeout of {limit_s:g} s has passed: {error}") from error.__cause__
-        finally:
-            self._backend.timeout_s = self._timeout_s
+        def all_rows() -> Stages[None]:
+            for row, each in zip(rows, names, strict=True):
+                yield begin(*row, each)
 
-    def _allreduce_sparse(self, tensor: torch.Tensor, op: Any, name: str) -> Work:
-        """Reduce a sparse tensor at once, by several operations of the transport."""
+        what = Transfer(kind, name, result[0]) if result else f"{kind} {name!r}"
+        is_attended = getattr(opts, "asyncOp", True)
+        work = self._channel.start(what, start, timeout_s=own_s if own_s > 0 else None)
+        found = GroupWork(self._channel, work, result, self._callbacks)
+        if self._callbacks.are_running_here:
+            found.wait()
+        elif is_attended and not work.is_done:
+            self._channel.attend()
+        return found
+
+    def _finish_all(self) -> None:
+        """Finish what has begun, with its callbacks, before another operation begins; errors are each work's own."""
+        last = self._channel.start("the end of the callbacks", lambda _: Completed(None))
+        last.wait()
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, op: Any, name: str) -> Operation[torch.Tensor]:
+        """Reduce a sparse tensor, by several messages."""
         if op != Op.SUM:
             raise UnsupportedError("sparse tensors are reduced by SUM only")
-        with self._progress.all_finished(), torch.no_grad():
-            total = sparse_sum(self._backend, tensor.detach(), "sum", name)
-            return CompletedWork(tensor.copy_(total))  # which resizes it, and not a tensor that detach() returns
 
-    def _allreduce(self, flat: torch.Tensor, op: Any, name: str) -> Work:
+        def stages() -> Stages[torch.Tensor]:
+            total = yield from sparse_sum(self._backend, tensor.detach(), "sum", name)
+            with torch.no_grad():
+                return tensor.copy_(total)  # which resizes it, and not a tensor that detach() returns
+
+        return Staged(stages())
+
+    def _allreduce(self, flat: torch.Tensor, op: Any, name: str) -> Operation[torch.Tensor]:
         """Begin to reduce a contiguous tensor in place."""
         backend = self._backend
         if not flat.numel():
-            return CompletedWork(flat)
+            return Completed(flat)
         if op in BITWISE:
             if flat.is_floating_point() or flat.is_complex():
                 raise UsageError(f"{op} of {flat.dtype}: expected whole numbers or bool")
             data = as_bytes(flat)
             rows = backend.allgather(data.view(1, -1), name)
-            return ConvertedWork(rows, lambda found: data.copy_(functools.reduce(BITWISE[op], found)))
+            return Converted(rows, lambda found: data.copy_(functools.reduce(BITWISE[op], found)))
         if op == Op.AVG:
             if not (flat.is_floating_point() or flat.is_complex()):
                 raise UsageError(f"the average of {flat.dtype} is not a {flat.dtype}: convert the tensor, or add")
-            if flat.dtype in backend.supported_reduce_dtypes and "cpu" in backend.mean_devices:
-                return backend.allreduce_(flat, "mean", name)
-            return ConvertedWork(
-                reductions.allreduce_(backend, flat, "sum", name), lambda total: divide_(total, self.size())
-            )
+            return reductions.allreduce_(backend, flat, "mean", name)
         if op not in OPS:
             raise UnsupportedError(f"op {op}: dualdist reduces by SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR and BXOR")
         return reductions.allreduce_(backend, flat, OPS[op], name)
 
-    def _reduce_scatter(self, output: torch.Tensor, own: torch.Tensor, op: Any, name: str) -> Work:
+    def _reduce_scatter(self, output: torch.Tensor, own: torch.Tensor, op: Any, name: str) -> Operation[torch.Tensor]:
         """Reduce a tensor of every rank, which is overwritten; store this rank's part."""
         if own.numel() != output.numel() * self.size():
             raise UsageError(f"reduce_scatter of {own.numel()} elements on {self.size()} ranks into {output.numel()}")
         part = own.view(-1).split(output.numel())[self.rank()] if own.numel() else own.view(-1)
-        return stored(ConvertedWork(self._allreduce(own, op, name), lambda _: part), [output])
+        return stored(Converted(self._allreduce(own, op, name), lambda _: part), [output])
 
-    def _gather_bytes(self, tensor: torch.Tensor, name: str) -> Work:
+    def _gather_bytes(self, tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
         data = as_bytes(plain(tensor))
-        return self._backend.allgather(data, name) if data.numel() else CompletedWork(data)
+        return self._backend.allgather(data, name) if data.numel() else Completed(data)
 
-    def _gather_into(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work:
+    def _gather_into(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
         if (output.numel(), output.dtype) != (tensor.numel() * self.size(), tensor.dtype):
             given, into = (f"{each.numel()} elements of {each.dtype}" for each in (tensor, output))
             raise UsageError(f"allgather of {given} on {self.size()} ranks into {into}")
@@ -334,7 +342,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     ) -> GroupWork:
         """Send bytes to each rank: the next sent[i] of the inputs to rank i."""
 
-        def begin(into: Tensors, tensors: Tensors, name: str) -> Work:
+        def begin(into: Tensors, tensors: Tensors, name: str) -> Operation[torch.Tensor]:
             data = [as_bytes(plain(each)) for each in tensors]
             given = data[0] if len(data) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *data])
             return stored(self._backend.alltoall(given, sent, received, name), into)
@@ -369,8 +377,9 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         (tensor,) = check(tensors)
         target = own(tensor).detach()
         flat = target.contiguous()
-        work = self._peers().receive_(flat, source, tag) if flat.numel() else CompletedWork(flat)
-        return PeerWork(work, what, self.members.monitor, None if flat is target else tensor)
+        work = self._peers().receive_(flat, source, tag) if flat.numel() else Completed(flat)
+        into = None if flat is target else tensor
+        return PeerWork(work, what, self.members.monitor, self._channel.timeout_s, into)
 
     def _peers(self) -> PointToPoint:
         transport = self.members.transport
@@ -378,7 +387,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
             raise UnsupportedError(
                 f"the backend {transport.name} has no send and recv: set DUALDIST_BACKEND=native, or mpi under mpirun"
             )
-        self._progress.require_usable()
+        self._channel.latch.require_usable()
         return transport
 
     def _job_rank(self, index: int) -> int:
@@ -393,7 +402,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
 
-def stored(work: Work, targets: Sequence[torch.Tensor]) -> Work:
+def stored(work: Operation[torch.Tensor], targets: Sequence[torch.Tensor]) -> Operation[torch.Tensor]:
     """Return work whose wait() copies the bytes of the result to these tensors, one after the other."""
 
     def store_all(result: torch.Tensor) -> torch.Tensor:
@@ -402,7 +411,7 @@ def stored(work: Work, targets: Sequence[torch.Tensor]) -> Work:
             store(target, part)
         return result
 
-    return ConvertedWork(work, store_all)
+    return Converted(work, store_all)
 
 
 def store(target: torch.Tensor, data: torch.Tensor) -> None:
@@ -415,10 +424,10 @@ def store(target: torch.Tensor, data: torch.Tensor) -> None:
             into.copy_(data.clone().view(into.dtype).view(into.shape))
 
 
-def in_place(tensor: torch.Tensor, begin: Callable[[torch.Tensor], Work]) -> Work:
+def in_place(tensor: torch.Tensor, begin: Callable[[torch.Tensor], Operation[torch.Tensor]]) -> Operation[torch.Tensor]:
     """Begin an operation on the tensor, or on a contiguous copy of which the result is copied back."""
     values = plain(tensor)
-    work = begin(values) if values.numel() else CompletedWork(values)
+    work = begin(values) if values.numel() else Completed(values)
     return work if values.data_ptr() == tensor.data_ptr() else stored(work, [tensor])
 
 

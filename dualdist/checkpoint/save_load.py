@@ -22,6 +22,7 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import unpickle
+from dualdist.backends.operation import Stages
 from dualdist.checkpoint import files as checkpoint_files
 from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress
 from dualdist.checkpoint.state import (
@@ -235,12 +236,12 @@ def _gather_random_states(
     """
     state = torch.frombuffer(bytearray(pickle.dumps(random_state.get_random_state(device))), dtype=torch.uint8)
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> list[RandomState]:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[list[RandomState]]:
         raise_problems([problem for _, (problem, _) in rank_args], backend.ranks, UsageError)
         _require_same_positions([positions for _, (_, positions) in rank_args], backend.ranks)
         sent = [len(state) if rank == ROOT else 0 for rank in range(backend.size)]
         sizes = [nbytes if backend.rank == ROOT else 0 for nbytes, _ in rank_args]
-        received = backend.alltoall(state, sent, sizes, f"op.{name}").wait()
+        received = yield backend.alltoall(state, sent, sizes, f"op.{name}")
         return [unpickle(piece) for piece in received.split(sizes)] if backend.rank == ROOT else []
 
     request = CollectiveRequest("save_checkpoint", name, shared_args, (len(state), report))

@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, SupportsFloat, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat, SupportsIndex, TypeVar
 
 from dualdist.errors import UsageError
 from dualdist.utils.suggest import require_choice, type_name
@@ -14,14 +14,22 @@ from dualdist.utils.suggest import require_choice, type_name
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.collectives.group import Group
-
 T = TypeVar("T")
 Reduction = Literal["ordered", "unordered"]
 REDUCTIONS = ("ordered", "unordered")
 
 
-def name_of(group: Group, kind: str, name: str | None) -> str:
+class Members(Protocol):
+    """What checks of arguments need to know of a group."""
+
+    def next_name(self, kind: str) -> str:
+        """Return a name for an unnamed collective."""
+
+    def group_rank_of(self, rank: int) -> int:
+        """Return the index in the group of a rank of the job."""
+
+
+def name_of(group: Members, kind: str, name: str | None) -> str:
     """Return the caller's name for a collective, or the next numbered one."""
     if name is not None and not isinstance(name, str):
         raise UsageError(f"name={name!r}: expected a str, not {type_name(name)}")
@@ -63,7 +71,7 @@ def as_path(given: str | os.PathLike[str]) -> Path:
         raise UsageError(f"expected a path, not {type_name(given)}") from None
 
 
-def root_of(group: Group, root: SupportsIndex) -> tuple[int, int]:
+def root_of(group: Members, root: SupportsIndex) -> tuple[int, int]:
     """Return a rank of the job as int, and its index in the group."""
     (rank,) = as_ints([root], "root")
     return rank, group.group_rank_of(rank)

@@ -15,6 +15,7 @@ import torch
 from dualdist.backends import control_plane
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import allgather_bytes, as_bytes, check_same_tensors, unpickle
+from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
@@ -37,11 +38,11 @@ def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, d
     name = name_of(group, "broadcast_object", name)
     problem, payload = _pickle(obj, dumps) if group.rank == root_index else ("", _byte_buffer(0))
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> T:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[T]:
         nbytes, problem = rank_args[root_index]
         _require_pickled([problem], name)
         received = payload if backend.rank == root_index else _byte_buffer(nbytes)
-        backend.broadcast_(received, root_index, f"op.{name}").wait()
+        yield backend.broadcast_(received, root_index, f"op.{name}")
         return obj if backend.rank == root_index else unpickle(received)
 
     request = CollectiveRequest("broadcast_object", name, {"root": root}, (payload.numel(), problem))
@@ -53,11 +54,11 @@ def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps
     name = name_of(group, "allgather_object", name)
     problem, payload = _pickle(obj, dumps)
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> list[T]:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[list[T]]:
         _require_pickled([problem for _, problem in rank_args], name)
         sizes = [nbytes for nbytes, _ in rank_args]
-        blocks = allgather_bytes(backend, payload, sizes, f"op.{name}").split(sizes)
-        return [obj if rank == backend.rank else unpickle(block) for rank, block in enumerate(blocks)]
+        data = yield from allgather_bytes(backend, payload, sizes, f"op.{name}")
+        return [obj if rank == backend.rank else unpickle(block) for rank, block in enumerate(data.split(sizes))]
 
     request = CollectiveRequest("allgather_object", name, {}, (payload.numel(), problem))
     return Collective(group, request, perform).run()
@@ -89,9 +90,9 @@ def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
     tensors = named_tensors(params)
     name = group.next_name("broadcast_parameters")
 
-    def perform(backend: Backend) -> None:
-        check_same_tensors(backend, tensors, root_index, f"{name}.check")
-        broadcast_all(backend, [tensor for _, tensor in tensors], root_index, name)
+    def perform(backend: Backend) -> Stages[None]:
+        yield from check_same_tensors(backend, tensors, root_index, f"{name}.check")
+        yield from broadcast_all(backend, [tensor for _, tensor in tensors], root_index, name)
 
     run_agreed(group, "broadcast_parameters", name, {"root": root}, perform)
 
@@ -125,33 +126,33 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
     run_agreed(group, "broadcast_optimizer_state", name, {"root": root}, broadcast)
 
 
-def _broadcast_state(optimizer: torch.optim.Optimizer, root: int, name: str, backend: Backend) -> None:
+def _broadcast_state(optimizer: torch.optim.Optimizer, root: int, name: str, backend: Backend) -> Stages[None]:
     layout = type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
-    layouts = control_plane.allgather_object(backend, layout, f"{name}.groups")
+    layouts = yield from control_plane.allgather_object(backend, layout, f"{name}.groups")
     if any(other != layouts[0] for other in layouts):
         raise MismatchError(
             f"the optimizers differ: class and parameters in each group, by rank: {layouts}; build the same optimizer "
             "on every rank"
         )
     devices = (param.device for param in optimizer_params(optimizer) if param.device.type != "cpu")
-    state = broadcast_nested(backend, _state_of(optimizer), root, next(devices, torch.device("cpu")), name)
+    state = yield from broadcast_nested(backend, _state_of(optimizer), root, next(devices, torch.device("cpu")), name)
     if backend.rank != root:
         _set_state(optimizer, *state)
 
 
-def broadcast_nested(backend: Backend, value: T, root: int, device: torch.device, name: str) -> T:
+def broadcast_nested(backend: Backend, value: T, root: int, device: torch.device, name: str) -> Stages[T]:
     """Return root's structure of tensors and plain data on every rank, its tensors on the CPU or on this device."""
     tensors: list[torch.Tensor] = []
     skeleton = extract_tensors(value, tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
-    skeleton, specs = control_plane.broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
+    skeleton, specs = yield from control_plane.broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
     if backend.rank == root:  # from one GPU, as the others receive, so that all ranks make the same broadcasts
         tensors = [tensor if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]
     else:
         tensors = [
             torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
         ]
-    broadcast_all(backend, tensors, root, name)
+    yield from broadcast_all(backend, tensors, root, name)
     found: T = insert_tensors(skeleton, tensors)
     return found
 
@@ -201,18 +202,18 @@ def _move_to(device: torch.device, state: Any) -> Any:
     return map_nested(state, torch.Tensor, lambda each: each if each.device.type == "cpu" else each.to(device))
 
 
-def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
+def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> Stages[None]:
     """Broadcast many tensors in one flat buffer per device and dtype."""
 
     def kind(tensor: torch.Tensor) -> tuple[str, str]:
         return str(tensor.dtype), str(tensor.device)
 
-    with torch.no_grad():
-        for number, (_, members) in enumerate(groupby(sorted(tensors, key=kind), key=kind)):
-            group = [tensor.detach() for tensor in members if tensor.numel()]
-            if not group:
-                continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            backend.broadcast_(as_bytes(flat), root, f"{name}.{number}").wait()
-            pieces = flat.split([tensor.numel() for tensor in group])
+    for number, (_, members) in enumerate(groupby(sorted(tensors, key=kind), key=kind)):
+        group = [tensor.detach() for tensor in members if tensor.numel()]
+        if not group:
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        yield backend.broadcast_(as_bytes(flat), root, f"{name}.{number}")
+        pieces = flat.split([tensor.numel() for tensor in group])
+        with torch.no_grad():
             torch._foreach_copy_(group, [piece.view(tensor.shape) for piece, tensor in zip(pieces, group, strict=True)])

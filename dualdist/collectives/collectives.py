@@ -14,26 +14,24 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from dualdist.backends.base import Backend, CompletedWork, Work
-from dualdist.backends.control_plane import allgather_bytes, as_bytes
-from dualdist.collectives import reductions
-from dualdist.collectives.arguments import Reduction, as_ints, check_reduction, name_of, root_of, scales_of
-from dualdist.collectives.group import Group
-from dualdist.collectives.handle import Collective, is_differentiable, requires_grad
-from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.collectives.rank_order import RankOrderBackend
-from dualdist.collectives.reductions import (
+from dualdist.backends.arithmetic import (
     LINEAR,
     Op,
-    adasum_,
     check_op,
     check_scales,
     finalize_,
     reduce_rows,
     scale_,
-    sparse_sum,
     wire_op,
 )
+from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import allgather_bytes, as_bytes
+from dualdist.backends.operation import Stages
+from dualdist.collectives.arguments import Reduction, as_ints, check_reduction, name_of, root_of, scales_of
+from dualdist.collectives.group import Group
+from dualdist.collectives.handle import Collective, is_differentiable, requires_grad
+from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.reductions import adasum_, allreduce_, sparse_sum
 from dualdist.collectives.tensor_utils import (
     check_tensors,
     copy_to_,
@@ -78,8 +76,8 @@ def allreduce(
     targets = members if in_place else [plain_copy(tensor) for tensor in members]
     request = _reduction_request(group, kind, name, members, op, scales, reduction)
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
-        _reduce_in_place(backend, targets, op, scales, request.name, reduction)
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[Tensors]:
+        yield from _reduce_in_place(backend, targets, op, scales, request.name, reduction)
         return form(targets)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
@@ -141,27 +139,24 @@ def _reduce_in_place(
     scales: tuple[float, float],
     name: str,
     reduction: Reduction,
-) -> None:
+) -> Stages[None]:
     """Reduce the tensors, those of one dtype in one buffer."""
-    is_ordered = reduction == "ordered"
-    backend = RankOrderBackend(backend) if is_ordered else backend
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    running = []
+    is_mean, running = op == "mean", []
     for number, members in enumerate(by_dtype.values()):
         buffer, sizes = scale_(flatten(members), scales[0]), [member.numel() for member in members]
-        divides = is_ordered and op == "mean" and buffer.is_floating_point()  # in the backend
         if op == "adasum":
-            adasum_(backend, buffer, sizes, f"op.{name}.{number}")
-            work: Work = CompletedWork(buffer)
+            yield from adasum_(backend, buffer, sizes, f"op.{name}.{number}")
         else:
-            work = reductions.allreduce_(backend, buffer, "mean" if divides else wire_op(op), f"op.{name}.{number}")
-        running.append((work, buffer, "sum" if divides else op, zip(members, buffer.split(sizes), strict=True)))
-    for work, buffer, left, pieces in running:
-        work.wait()
-        finalize_(buffer, left, backend.size, scales[1])
+            reduced_by = "mean" if is_mean else wire_op(op)
+            ordered = reduction == "ordered"
+            yield allreduce_(backend, buffer, reduced_by, f"op.{name}.{number}", is_ordered=ordered)
+        running.append((buffer, zip(members, buffer.split(sizes), strict=True)))
+    for buffer, pieces in running:
+        finalize_(buffer, "sum" if is_mean else op, backend.size, scales[1])
         for member, piece in pieces:
             copy_to_(member, piece)
 
@@ -173,8 +168,8 @@ def zero_contribution(group: Group, request: CollectiveRequest) -> Collective[No
     zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, shared_args["tensors"])]
     scales = shared_args.get("prescale", 1.0), shared_args.get("postscale", 1.0)
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> None:
-        _reduce_in_place(backend, zeros, shared_args["op"], scales, request.name, shared_args["reduction"])
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[None]:
+        return _reduce_in_place(backend, zeros, shared_args["op"], scales, request.name, shared_args["reduction"])
 
     return Collective(group, request, perform, device)
 
@@ -203,7 +198,7 @@ def sparse_allreduce(
     shared_args = reduction_args([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales, reduction)
     shared_args["sparse_dim"] = tensor.sparse_dim()
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[torch.Tensor]:
         return sparse_sum(backend, values, op, f"op.{name}", scales, is_ordered=is_ordered)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
@@ -225,11 +220,11 @@ def allgather(group: Group, tensors: Tensors, name: str | None = None) -> Collec
     shared_args = {"tensors": [spec_of(tensor, any_rows=True) for tensor in rows], "device": members[0].device.type}
     differentiable = [(number, tensor.shape) for number, tensor in enumerate(members) if is_differentiable(tensor)]
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[Tensors]:
         widths = [row_nbytes(each) for each in rows]
         sizes = [[count * width for count, width in zip(counts, widths, strict=True)] for counts in rank_args]
         sent = torch.cat([as_bytes(each.contiguous()) for each in rows])
-        blocks = allgather_bytes(backend, sent, [sum(size) for size in sizes], f"op.{name}")
+        blocks = yield from allgather_bytes(backend, sent, [sum(size) for size in sizes], f"op.{name}")
         pieces = blocks.split([nbytes for size in sizes for nbytes in size])
         columns = [torch.cat(pieces[number :: len(rows)]) for number in range(len(rows))]
         totals = [sum(counts) for counts in zip(*rank_args, strict=True)]
@@ -266,10 +261,10 @@ def broadcast(
     name = name_of(group, "broadcast", name)
     shared_args = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[torch.Tensor]:
         buffer = plain_values(target).contiguous()
         if buffer.numel():
-            backend.broadcast_(as_bytes(buffer), root_index, f"op.{name}").wait()
+            yield backend.broadcast_(as_bytes(buffer), root_index, f"op.{name}")
         copy_to_(target, buffer)
         return target
 
@@ -295,10 +290,11 @@ def alltoall(
     shared_args = {"tensors": [spec_of(rows, any_rows=True)], "device": tensor.device.type}
     like = splits[:0] if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[tuple[torch.Tensor, torch.Tensor]]:
         received = [counts[backend.rank] for counts in rank_args]
         moves = any(sum(counts) for counts in rank_args)
-        return _move_rows(backend, rows, sent, received, name, moves=moves), like.new_tensor(received)
+        found = yield from _move_rows(backend, rows, sent, received, name, moves=moves)
+        return found, like.new_tensor(received)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
         received = [counts[group.rank] for counts in rank_args]
@@ -310,13 +306,13 @@ def alltoall(
 
 def _move_rows(
     backend: Backend, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str, *, moves: bool
-) -> torch.Tensor:
+) -> Stages[torch.Tensor]:
     """Send rows to each rank and return those that came; every rank calls this, and `moves` is the same on all."""
     width = row_nbytes(rows)
     found = torch.empty(0, dtype=torch.uint8, device=rows.device)
     if width and moves:
         sizes = [count * width for count in sent], [count * width for count in received]
-        found = backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}").wait()
+        found = yield backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}")
     return _rows_like(rows, found, sum(received))
 
 
@@ -365,11 +361,11 @@ def reducescatter(
     given = [plain_values(each) if scales[0] == 1 else plain_copy(each) for each in members]
     request = _reduction_request(group, kind, name, members, op, scales, reduction or group.reduction)
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[Tensors]:
         found = []
         for number, each in enumerate(given):
-            part = f"op.{request.name}.{number}"
-            found.append(_own_rows(backend, scale_(each, scales[0]), part, op, scales[1], is_ordered=is_ordered))
+            part, values = f"op.{request.name}.{number}", scale_(each, scales[0])
+            found.append((yield from _own_rows(backend, values, part, op, scales[1], is_ordered=is_ordered)))
         return form(found)
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
@@ -383,7 +379,7 @@ def reducescatter(
 
 def _own_rows(
     backend: Backend, rows: torch.Tensor, name: str, op: Op, postscale: float, *, is_ordered: bool
-) -> torch.Tensor:
+) -> Stages[torch.Tensor]:
     """Reduce all ranks' values of this rank's rows, here and in rank order: the same on every backend."""
     counts = even_shares(rows.shape[0], backend.size)
     count, width = counts[backend.rank], row_nbytes(rows)
@@ -391,7 +387,8 @@ def _own_rows(
     if not rows.numel():
         return rows.new_empty(shape[1:])
     sizes = [each * width for each in counts], [count * width] * backend.size
-    received = from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
+    received = yield backend.alltoall(as_bytes(rows.contiguous()), *sizes, name)
+    received = from_bytes(received, rows.dtype, shape)
     if is_ordered and op == "mean" and rows.is_floating_point():
         return scale_(reduce_rows(received, "mean"), postscale)
     return finalize_(reduce_rows(received, wire_op(op)), op, backend.size, postscale)
@@ -425,7 +422,7 @@ def scatter(
             root_args = [f"{error}"]
     name = name_of(group, "scatter", name)
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[torch.Tensor]:
         problem, *rest = rank_args[root_index]
         if problem:
             raise UsageError(f"{name}: {problem} (on rank {root}, the root)")
@@ -434,7 +431,7 @@ def scatter(
         given = torch.empty((0, *shape[1:]), dtype=dtype, device=local_device(kind)) if rows is None else rows
         sent = [0] * backend.size if rows is None else counts
         received = _only(root_index, counts[backend.rank], backend.size)
-        found = _move_rows(backend, given, sent, received, name, moves=any(counts))
+        found = yield from _move_rows(backend, given, sent, received, name, moves=any(counts))
         if has_gradient:
             inputs.append(_no_rows(tensor, found) if rows is None else cast(torch.Tensor, tensor))
         return found
@@ -480,7 +477,7 @@ def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = Non
     name = name_of(group, "gather", name)
     shared_args = {"tensors": [spec_of(rows, any_rows=True)], "device": rows.device.type, "root": root}
 
-    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[torch.Tensor]:
         counts = [count for count, _ in rank_args]
         if any(has_gradient for _, has_gradient in rank_args):
             inputs.append(_requiring_grad(tensor))
@@ -511,7 +508,9 @@ def barrier(group: Group, name: str | None = None) -> None:
     run_agreed(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
 
 
-def run_agreed(group: Group, kind: str, name: str, shared_args: dict[str, Any], perform: Callable[[Backend], T]) -> T:
+def run_agreed(
+    group: Group, kind: str, name: str, shared_args: dict[str, Any], perform: Callable[[Backend], Any]
+) -> Any:
     """Run `perform` at the same point on every rank, once all ranks agree on the arguments; return its result."""
     request = CollectiveRequest(kind, name, shared_args)
     return Collective(group, request, lambda backend, rank_args: perform(backend)).run()

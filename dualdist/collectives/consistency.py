@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.backends.control_plane import ControlAllgather, as_bytes, check_same_tensors
+from dualdist.backends.control_plane import as_bytes, check_same_tensors, exchange
+from dualdist.backends.operation import Stages
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import named_pairs, plain_values, spec
@@ -102,20 +103,21 @@ def require_same(group: Group, tensors: NamedTensors, name: str, when: str = "")
         )
 
 
-def difference(backend: Backend, tensors: NamedTensors, name: str) -> str:
+def difference(backend: Backend, tensors: NamedTensors, name: str) -> Stages[str]:
     """Return how the ranks' tensors differ, as text, the same on every rank; "" if they are equal."""
     prints = fingerprints([tensor for _, tensor in tensors])
     specs = "\n".join(f"{name} {spec(tensor.dtype, tensor.shape)}" for name, tensor in tensors)
     summary = hashlib.sha256(specs.encode()).digest() + hashlib.sha256(b"".join(prints)).digest()
-    if len(set(ControlAllgather(backend, summary, name).wait())) == 1:
+    if len(set((yield exchange(backend, summary, name)))) == 1:
         return ""
-    check_same_tensors(backend, tensors, 0, f"{name}.tensors")
-    rows = ControlAllgather(backend, b"".join(prints), f"{name}.prints").wait()
+    yield from check_same_tensors(backend, tensors, 0, f"{name}.tensors")
+    rows = yield exchange(backend, b"".join(prints), f"{name}.prints")
     by_tensor = [[row[start : start + DIGEST_BYTES] for row in rows] for start in range(0, len(rows[0]), DIGEST_BYTES)]
     differing = [number for number, ranks_prints in enumerate(by_tensor) if len(set(ranks_prints)) > 1]
     (tensor_name, tensor), ranks_prints = tensors[differing[0]], by_tensor[differing[0]]
     reference = _most_common(ranks_prints)
-    how = _describe(backend.ranks, ranks_prints, reference, _compare_with(backend, tensor, reference, name))
+    differences = yield from _compare_with(backend, tensor, reference, name)
+    how = _describe(backend.ranks, ranks_prints, reference, differences)
     count = f"{len(differing)} of {len(tensors)} tensors differ between the ranks"
     return f"{count}, the first is {tensor_name} {spec(tensor.dtype, tensor.shape)}: {how}"
 
@@ -125,18 +127,19 @@ def _most_common(prints: Sequence[bytes]) -> int:
     return max(range(len(prints)), key=lambda rank: (prints.count(prints[rank]), -rank))
 
 
-def _compare_with(backend: Backend, tensor: torch.Tensor, root: int, name: str) -> list[Difference]:
+def _compare_with(backend: Backend, tensor: torch.Tensor, root: int, name: str) -> Stages[list[Difference]]:
     """Return each rank's difference from root's tensor; elements are compared by their bits, since NaN != NaN."""
     values = plain_values(tensor).contiguous()
     reference = values.clone()
-    backend.broadcast_(as_bytes(reference), root, f"{name}.first").wait()
+    yield backend.broadcast_(as_bytes(reference), root, f"{name}.first")
     rows = [as_bytes(each).view(each.numel(), -1) for each in (values, reference)]
     elements = int((rows[0] != rows[1]).any(1).sum())
     wide = torch.complex128 if values.is_complex() else torch.float64
     distances = (values.to(wide) - reference.to(wide)).abs().view(-1)
     distances = distances[distances.isfinite()]
     own = elements, float(distances.max()) if len(distances) else 0.0, _nonfinite(values)
-    return [json.loads(row) for row in ControlAllgather(backend, json.dumps(own).encode(), f"{name}.distances").wait()]
+    rows_of_ranks = yield exchange(backend, json.dumps(own).encode(), f"{name}.distances")
+    return [json.loads(row) for row in rows_of_ranks]
 
 
 def _nonfinite(tensor: torch.Tensor) -> str:

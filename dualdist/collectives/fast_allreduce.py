@@ -9,25 +9,23 @@ all ranks take the general path.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dualdist.backends.base import Backend, ReduceOp
-from dualdist.backends.control_plane import ControlAllgather
-from dualdist.backends.shm.channel import PAYLOAD_BYTES, HostRanks, ShmMessage
-from dualdist.collectives import collectives, reductions
+from dualdist.backends.arithmetic import Op, ReduceOp, check_op, wire_op
+from dualdist.backends.base import Message
+from dualdist.backends.control_plane import exchange
+from dualdist.backends.shm.host import PAYLOAD_BYTES
+from dualdist.collectives import collectives
 from dualdist.collectives.arguments import Reduction, as_tensor, check_reduction, name_of
+from dualdist.collectives.group import EXCHANGE, Group
 from dualdist.collectives.handle import Collective, Handle
 from dualdist.collectives.negotiation import ENCODE, PAYLOAD_MARK, CollectiveRequest, RankRequests
-from dualdist.collectives.rank_order import RankOrderBackend
-from dualdist.collectives.reductions import LOCAL_OPS, Op, check_op, divide_, wire_op
+from dualdist.collectives.reductions import allreduce_
 from dualdist.collectives.tensor_utils import spec
-
-if TYPE_CHECKING:
-    from dualdist.collectives.group import Group
+from dualdist.engine.channel import Channel
 
 KIND = "allreduce"
 # Dtypes that NumPy has, and in which torch computes without conversion.
@@ -70,8 +68,11 @@ def allreduce(
             name = name_of(group, KIND, name)
         request = f"{known.before_name}{ENCODE(name)}{known.after_name}".encode() + PAYLOAD_MARK
         found = group.run_blocking(FastAllreduce(group, tensor, op, name, known, request, in_place))
+        if isinstance(found, Handle):
+            result = found.wait()
+            return tensor if in_place else result
         if found is not None:
-            return found.wait() if isinstance(found, Handle) else found
+            return found
     scales = prescale, postscale
     return collectives.allreduce(
         group, as_tensor(tensor), op, name, *scales, reduction=reduction, in_place=in_place
@@ -85,8 +86,7 @@ class AllreduceSignature:
     shared_args: dict[str, Any]
     before_name: str  # of the message, whose other variable part is the name
     after_name: str
-    wire_op: ReduceOp
-    is_exact: bool  # no transport treats it in another way: Note [NaN]
+    op: ReduceOp
     is_inline: bool
     is_ordered: bool  # Note [rank order]; inline payloads are reduced in rank order in any case
 
@@ -100,9 +100,8 @@ def signature(op: Op, dtype: torch.dtype, shape: torch.Size, reduction: Reductio
     message = RankRequests((CollectiveRequest(KIND, ANY_NAME, shared_args),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
     is_inline = shape.numel() * dtype.itemsize <= PAYLOAD_BYTES
-    is_exact = not (dtype.is_floating_point and op in ("min", "max"))
-    is_ordered = reduction == "ordered"
-    return AllreduceSignature(shared_args, before_name, after_name, wire_op(op), is_exact, is_inline, is_ordered)
+    reduced_by: ReduceOp = "mean" if op == "mean" else wire_op(op)
+    return AllreduceSignature(shared_args, before_name, after_name, reduced_by, is_inline, reduction == "ordered")
 
 
 class FastAllreduce(NamedTuple):
@@ -125,55 +124,34 @@ class FastAllreduce(NamedTuple):
 
     def collective(self) -> Collective[torch.Tensor]:
         """Return the same call for the general path."""
-        return Collective(self.group, self._request, lambda backend, _: self._reduce(backend), self.tensor.device)
+        scales = 1.0, 1.0
+        return collectives.allreduce(
+            self.group,
+            self.tensor.detach(),
+            self.op,
+            self.name,
+            *scales,
+            reduction="ordered" if self.signature.is_ordered else "unordered",
+            in_place=self.in_place,
+        )
 
-    def begin(self, backend: Backend, host: HostRanks | None) -> ControlAllgather | ShmMessage:
-        """Begin to exchange requests, with an inline payload if the tensor is small."""
-        is_inline = self.signature.is_inline
-        if host is not None:
-            return ShmMessage(host, self.request, self.tensor if is_inline else None)
-        payload = self.tensor.detach().numpy().tobytes() if is_inline else b""
-        return ControlAllgather(backend, self.request + payload, "exchange")
-
-    def perform(self, backend: Backend, exchange: ControlAllgather | ShmMessage) -> torch.Tensor | None:
-        """Return the reduction, or None if not all ranks requested the same."""
-        known, rows = self.signature, None
-        if isinstance(exchange, ShmMessage):
-            if not exchange.all_equal():
-                return None
-            if known.is_inline:
-                op: ReduceOp = "mean" if self.op == "mean" else known.wire_op
-                return exchange.reduce_payloads(self.tensor, op, in_place=self.in_place)
-        else:
-            rows = exchange.suffixes(self.request)
-            if rows is None:
-                return None
-        return self._reduce(backend, rows if known.is_inline else None)
-
-    def _reduce(self, backend: Backend, rows: Sequence[bytes] | None = None) -> torch.Tensor:
-        """Return the reduction of the ranks' inline payloads, or by the backend."""
-        tensor, known = self.tensor.detach(), self.signature
-        if rows is not None:
-            values = torch.frombuffer(bytearray(b"".join(rows)), dtype=tensor.dtype)
-            result = functools.reduce(LOCAL_OPS[known.wire_op], values.view(-1, *tensor.shape).unbind())
-        else:
-            name = f"op.{self.name}.0"
-            backend = RankOrderBackend(backend) if known.is_ordered else backend
-            if "cpu" in backend.mean_devices and known.is_exact:
-                op: ReduceOp = "mean" if self.op == "mean" else known.wire_op
-                output = tensor if self.in_place else torch.empty_like(tensor)
-                backend.allreduce_(output, op, name, tensor).wait()
-                return self.tensor if self.in_place else output
-            result = tensor if self.in_place else tensor.clone()
-            flat = result.view(-1)
-            if known.is_exact and tensor.dtype in backend.supported_reduce_dtypes:
-                backend.allreduce_(flat, known.wire_op, name).wait()
-            else:
-                reductions.allreduce_(backend, flat, known.wire_op, name).wait()
-        if self.op == "mean":
-            divide_(result, backend.size)
-        if not self.in_place:
-            return result
-        if result is not tensor:
-            tensor.copy_(result)
-        return self.tensor
+    def perform(self, channel: Channel) -> torch.Tensor | Message:
+        """Return the reduction, or the ranks' requests if they are not all the same."""
+        known, tensor, backend = self.signature, self.tensor, channel.backend
+        payload = tensor if known.is_inline else None
+        message = (
+            exchange(backend, self.request, EXCHANGE, payload)
+            if backend.messenger is None
+            else backend.messenger.message(self.request, payload)
+        )
+        channel.finish(message)
+        if not message.is_equal:
+            return message
+        if known.is_inline:
+            return message.reduce_payloads(tensor, known.op, in_place=self.in_place)
+        values = tensor.detach()
+        output = values if self.in_place else torch.empty_like(values)
+        source = None if self.in_place else values
+        name = f"op.{self.name}.0"
+        channel.finish(allreduce_(backend, output, known.op, name, source=source, is_ordered=known.is_ordered))
+        return tensor if self.in_place else output

@@ -5,45 +5,33 @@ for ever where the sizes differ. So before a collective moves data, the ranks ex
 the same response (negotiation.py). Requests are matched by name: asynchronous collectives may begin in another order on
 another rank.
 
-Note [progress]: one thread at a time makes the collectives of a group progress. A program that waits does it itself; a
-background thread does it for what was begun with async_op=True, so that the other ranks never wait for a program that
-computes.
+Note [cycles]: an exchange of requests, and what follows from it, is one operation of the group's channel, a cycle. A
+program that waits begins one; the channel's progress thread does it for what was begun with async_op=True, so that the
+other ranks never wait for a program that computes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dualdist.backends.base import Backend
-from dualdist.backends.control_plane import ControlAllgather
-from dualdist.backends.shm.channel import HostRanks, ShmMessage
+from dualdist.backends.base import Backend, Message
+from dualdist.backends.control_plane import exchange
+from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import Reduction
 from dualdist.collectives.handle import Collective, Handle, rank_args_of
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, compute_response
-from dualdist.collectives.rank_order import RankOrderBackend
-from dualdist.errors import (
-    CLOSED,
-    CollectiveError,
-    CollectiveTimeoutError,
-    MismatchError,
-    NotInitializedError,
-    UnsupportedError,
-    UsageError,
-)
-from dualdist.monitoring.failed_exit import exit_if_continued
-from dualdist.monitoring.monitored import Monitor, MonitoredBackend
+from dualdist.engine.channel import Channel, Work, as_operation
+from dualdist.engine.monitor import Monitor
+from dualdist.errors import CollectiveError, CollectiveTimeoutError, MismatchError, UsageError
 from dualdist.monitoring.process_state import OUR_THREADS
 from dualdist.monitoring.wait_times import WaitTimes
-
-if TYPE_CHECKING:
-    from dualdist.collectives.fast_allreduce import FastAllreduce
+from dualdist.utils.deadline import Deadline
 
 T = TypeVar("T")
 
@@ -52,15 +40,24 @@ PAUSE_S = 0.001
 # Seconds before the background thread acts on an asynchronous collective that no program waits for: what is begun
 # together shares one exchange, and a name that is reused at once is still in use, as Horovod's programs expect.
 CYCLE_S = 0.001
-# Seconds that close() waits for collectives under way, and then for the background thread.
+# Seconds that close() waits for collectives under way.
 DRAIN_S = 2.0
-# The timeout of a rank that has joined: it waits for as long as the others go on.
-PATIENCE_S = 7 * 24 * 3600.0
 # Seconds after which a wait in a program of several threads is reported as one that blocks the program: until then
 # another thread may begin what the other ranks wait for.
 THREADS_S = 2.0
-# Errors that are raised on all ranks alike, after which the group goes on.
-HARMLESS = (MismatchError, UnsupportedError, UsageError)
+EXCHANGE = "exchange"  # the name of all of them, which Horovod can cache
+
+
+class BlockingCall(Protocol):
+    """An allreduce whose caller waits for it: collectives/fast_allreduce.py."""
+
+    name: str
+
+    def perform(self, channel: Channel) -> torch.Tensor | Message:
+        """Return the reduction, or the ranks' requests if they are not all the same."""
+
+    def collective(self) -> Collective[torch.Tensor]:
+        """Return the same call for the general path."""
 
 
 class Group:
@@ -77,8 +74,8 @@ class Group:
         self,
         backend: Backend,
         monitor: Monitor,
+        timeout_s: float,
         parent: Backend | None = None,
-        host_ranks: HostRanks | None = None,
         number: int = 0,
     ) -> None:
         self.backend = backend
@@ -88,30 +85,29 @@ class Group:
         self.size = backend.size
         self.reduction: Reduction = "unordered"  # where a call names none
         self.monitor = monitor
-        self.observer: Callable[[str, CollectiveRequest | None], None] | None = None  # see _notify()
+        self.channel = Channel(backend, monitor, timeout_s)
+        self.channel.source = self._next_cycle
+        self.observers = self.channel.observers  # see _notify()
         self.wait_times: WaitTimes | None = None  # if the waits of the ranks are recorded
         self.gradient_reductions = 0  # gradient reductions in which this rank had gradients
         self.reducers: list[Any] = []  # ReductionPlans of this group's reducers, in the order of their creation
         self.num_unnamed = 0  # collectives that were given a numbered name
         self.exchanges = 0
-        self._host_ranks = host_ranks  # if they share a host
+        self.is_joined = False  # in dd.join(), which alone exchanges requests
         self._parent = parent or backend  # closed with the group, and with it its duplicates
-        self._gradients: MonitoredBackend | None = None
-        self._ordered_gradients: RankOrderBackend | None = None
+        self._gradients: Channel | None = None
         self._last_requests: Sequence[RankRequests] = ()  # of all ranks, when nothing could be done
-        lock = threading.Lock()
-        self._changed = threading.Condition(lock)  # for programs that wait
-        self._unattended = threading.Condition(lock)  # for the background thread
+        self._lock = threading.RLock()  # of what is pending
         self._pending: dict[str, Handle[Any]] = {}
+        self._cycle: Work[bool] | None = None  # Note [cycles]
         self._waiting: dict[str, float] = {}  # names that programs wait for -> when the wait began
-        self._progressed_at = 0.0
-        self._failure: BaseException | None = None
-        self._refused_since = 0.0  # first call after the failure, on the monotonic clock
         self._blocking_name = ""  # of the collective in run_blocking()
-        self._is_progressing = False  # Note [progress]
-        self._thread: threading.Thread | None = None
-        self._thread_starts_at = 0.0  # earliest next cycle of the background thread, on the monotonic clock
-        self.is_open = True
+        self._not_before = 0.0  # earliest next cycle of the progress thread, on the monotonic clock
+
+    @property
+    def is_open(self) -> bool:
+        """Return True until the session ends or the group is removed."""
+        return self.channel.latch.is_open
 
     @property
     def is_member(self) -> bool:
@@ -121,33 +117,22 @@ class Group:
     @property
     def is_usable(self) -> bool:
         """Return True if this rank can begin collectives, as far as it knows."""
-        return self.is_open and self.is_member and self._failure is None
+        return self.is_open and self.is_member and self.channel.latch.failure is None
 
     @property
     def ignored_failure(self) -> str:
         """Return the failure after which the program kept calling this group, or ""."""
-        return str(self._failure) if self._refused_since else ""
+        return self.channel.latch.ignored_failure
 
     @property
-    def gradients(self) -> Backend:
-        """Return the backend of gradients, whose reductions are agreed on once; all members ask for it first."""
-        if self._failure is not None:
-            self.require_usable()
+    def gradients(self) -> Channel:
+        """Return the channel of gradients, whose reductions are agreed on once; all members ask for it first."""
+        self.channel.latch.require_usable()
         if self._gradients is None:
-            self._gradients = MonitoredBackend(self._parent.duplicate("gradients"), self.monitor)
+            duplicate = self._parent.duplicate("gradients")
+            self._gradients = Channel(duplicate, self.monitor, self.channel.timeout_s, self.channel.latch)
+            self._gradients.observers = self.observers
         return self._gradients
-
-    def ordered_gradients(self, devices: Iterable[str] = ()) -> RankOrderBackend:
-        """Return the backend of gradients that are added in rank order: Note [rank order].
-
-        All members ask for it with the same types of devices before they reduce gradients there.
-        """
-        if self._ordered_gradients is None:
-            self._ordered_gradients = RankOrderBackend(self.gradients)
-        ordered = self._ordered_gradients
-        if ordered.gathers is None and not self.gradients.rank_order_devices.issuperset(devices):
-            ordered.gathers = MonitoredBackend(self._parent.duplicate("gathers"), self.monitor)
-        return ordered
 
     def next_name(self, kind: str) -> str:
         """Return a name for an unnamed collective; the same on all ranks, which call in the same order."""
@@ -162,213 +147,236 @@ class Group:
 
     def require_usable(self) -> None:
         """Raise NotInitializedError, UsageError or CollectiveError if this rank cannot begin a collective."""
-        if not self.is_open:
-            raise NotInitializedError(CLOSED)
-        if not self.is_member:
+        if self.is_open and not self.is_member:
             raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
-        if self._failure is not None:
-            self._refused_since = self._refused_since or time.monotonic()
-            exit_if_continued(self._refused_since, self.backend.timeout_s, str(self._failure))
-            raise CollectiveError(
-                "the ranks are out of step since an operation failed; call dd.shutdown() and dd.init() on every rank, "
-                f"or start the job again. It was: {self._failure}"
-            ) from self._failure
-
-    def fail(self, error: BaseException) -> None:
-        """Refuse all further calls, unless the error left all ranks at the same point."""
-        if self._failure is None and not isinstance(error, HARMLESS):
-            self._failure = error
-
-    @contextlib.contextmanager
-    def fail_on_error(self) -> Iterator[None]:
-        """Refuse all further calls after a CollectiveError in the block."""
-        try:
-            yield
-        except CollectiveError as error:
-            self.fail(error)
-            raise
+        self.channel.latch.require_usable()
 
     def submit(self, collective: Collective[T]) -> Handle[T]:
-        """Queue a collective, which is performed once all ranks are ready for it: Note [progress]."""
+        """Queue a collective, which is performed once all ranks are ready for it: Note [cycles]."""
         self.require_usable()
         collective.request.encoded  # noqa: B018  raises here if it cannot be sent
         handle = Handle(collective)
-        if self.size > 1:
-            with self._changed:
-                if handle.name in self._pending or handle.name == self._blocking_name:
-                    raise UsageError(
-                        f"{handle.request}: an operation of this name is still under way; wait for it, or choose "
-                        "another name"
-                    )
-                self._pending[handle.name] = handle
-        self._notify("entered", handle.request)
         if self.size == 1:
-            self._perform(handle, [handle.request.rank_args])
+            self._notify("entered", handle.request)
+            operation = self._perform(handle, [handle.request.rank_args])
+            self.channel.run(handle.request, lambda backend: operation)
+            return handle
+        with self._lock:
+            if self.is_joined:
+                raise UsageError(f"{handle.request}: another thread has called dd.join(); wait for it first")
+            if handle.name in self._pending or handle.name == self._blocking_name:
+                raise UsageError(
+                    f"{handle.request}: an operation of this name is still under way; wait for it, or choose "
+                    "another name"
+                )
+            self._pending[handle.name] = handle
+        self._notify("entered", handle.request)
         return handle
 
-    def _perform(self, handle: Handle[Any], rank_args: Sequence[Any]) -> None:
+    def _perform(self, handle: Handle[Any], rank_args: Sequence[Any]) -> Stages[None]:
+        if self.channel.latch.failure is not None:
+            handle.fail(self.channel.latch.failure)
+            return
         self._notify("agreed", handle.request)
-        handle._perform(self.backend, rank_args, self.monitor)
+        yield from handle.perform(self.backend, rank_args)
         if handle.error is not None:
-            self.fail(handle.error)
+            handle.error = self._described(handle.error, handle.request)
+            self.channel.latch.fail(handle.error, handle.request)
         if self.wait_times is not None:
             self.wait_times.record_operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
         self._notify("done", handle.request)
 
-    def _notify(self, event: str, request: CollectiveRequest | None) -> None:
-        """Tell the observer that a request was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
-        if self.observer is not None:
-            self.observer(event, request)
+    def _described(self, error: BaseException, what: object) -> BaseException:
+        described = self.monitor.describe(error, what)
+        if described is not error:
+            described.__cause__ = error.__cause__
+        return described
 
-    def run_blocking(self, fast: FastAllreduce) -> torch.Tensor | Handle[torch.Tensor] | None:
+    def _notify(self, event: str, request: CollectiveRequest | None) -> None:
+        """Tell the observers that a request was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
+        for observe in self.observers:
+            observe(event, request)
+
+    def run_blocking(self, call: BlockingCall) -> torch.Tensor | Handle[torch.Tensor] | None:
         """Perform an allreduce that its caller waits for.
 
         Returns:
             The result; a handle to wait for if not all ranks do the same; or None, with nothing sent, if other
             collectives are under way.
         """
-        if self._failure is not None or not self.is_open or self.rank < 0:
+        channel = self.channel
+        latch, probe = channel.latch, self.monitor.probe
+        if latch.failure is not None or not latch.is_open or self.rank < 0:
             self.require_usable()
-        with self._changed:
-            if self._is_progressing or self._pending or self.observer is not None or self.size == 1:
-                return None
-            self._is_progressing, self._blocking_name = True, fast.name
-        began = 0.0 if self.wait_times is None else time.monotonic()
-        probe = self.monitor.probe
-        before = None if probe is None else probe.enter(fast)
+        if self._pending or self.observers or self.size == 1 or self.is_joined:
+            return None
+        has_entered, before = False, None
         try:
-            self.exchanges += 1  # exchange() and _end_cycle() are written out here, to call fewer functions
-            exchange = fast.begin(self.backend, self._host_ranks)
-            result = fast.perform(self.backend, exchange)
-            if result is not None:
-                if self.wait_times is not None:
-                    self.wait_times.record_operation(began, began or None)
-                return result
-            messages = exchange.wait()
-            handle = Handle(fast.collective())
-            handle.began, handle.waits_since = began, began or None
-            with self._changed:
-                self._pending[handle.name] = handle
-            self._respond(messages, [handle])
-            return handle
-        except Exception as error:
-            described = self.monitor.describe(error, fast)
-            self.fail(described)
+            has_entered = channel.enter()
+            if not has_entered:
+                return None
+            self._blocking_name = call.name
+            began = 0.0 if self.wait_times is None else time.monotonic()
+            before = None if probe is None else probe.enter(call)
+            self.exchanges += 1
+            result = call.perform(channel)
+            if isinstance(result, Message):
+                return self._respond_to_all(call, result, began)
+            if self.wait_times is not None:
+                self.wait_times.record_operation(began, began or None)
+            return result
+        except BaseException as error:
+            described = self._described(error, call)
+            latch.fail(described, call)
             if described is error:
                 raise
             raise described from error.__cause__
         finally:
+            self._blocking_name = ""
             if probe is not None:
                 probe.leave(before)
-            with self._changed:
-                self._blocking_name = ""
-                if self._pending:
-                    self._end_cycle()
-                else:
-                    self._is_progressing = False
-                    self._changed.notify_all()
+            if has_entered:
+                channel.leave()
 
-    def _progress_in_background(self) -> None:
-        """Let the background thread perform what is pending while the program does something else."""
-        with self._changed:
-            now = time.monotonic()
-            if self._thread_starts_at < now:
-                self._thread_starts_at = now + CYCLE_S
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._progress_loop, name="dualdist-progress", daemon=True)
-                self._thread.start()
-            self._unattended.notify_all()
+    def _respond_to_all(self, call: BlockingCall, message: Message, began: float) -> Handle[torch.Tensor]:
+        """Do what follows from the requests of ranks that do not all do the same."""
+        handle = Handle(call.collective())
+        handle.began, handle.waits_since = began, began or None
+        with self._lock:
+            self._pending[handle.name] = handle
+        self.channel.finish(as_operation(self._respond(message.result, [handle])))
+        self._forget_done()
+        return handle
 
-    def _progress_until(self, handle: Handle[Any]) -> None:
-        """Make progress, or wait for the thread that does, until the handle is done."""
-        with self._changed:
-            now = time.monotonic()
-            self._progressed_at = now if not self._waiting else self._progressed_at
-            self._waiting[handle.name] = now
+    def attend(self) -> None:
+        """Let the progress thread perform what is pending while the program does something else."""
+        now = time.monotonic()
+        if self._not_before < now:
+            self._not_before = now + CYCLE_S
+        self.channel.attend()
+
+    def _next_cycle(self) -> float | None:
+        """Begin a cycle for the progress thread: see Channel.attend."""
+        with self._lock:
+            if not self._pending or not self.is_open or self.size == 1:
+                return None
+            early_s = self._not_before - time.monotonic()
+            if early_s > 0:
+                return early_s
             try:
-                while not handle.done():
-                    if self._is_progressing:
-                        self._changed.wait()
-                    else:
-                        self._run_cycle()
-            finally:
-                self._waiting.pop(handle.name, None)
-                if self._pending:
-                    self._unattended.notify_all()
+                self._begin_cycle()
+            except (CollectiveError, UsageError) as error:
+                self._fail_pending(error)
+        return None
+
+    def wait_for(self, handle: Handle[Any]) -> None:
+        """Begin cycles, or wait for those that another thread has begun, until the handle is done."""
+        self._waiting[handle.name] = time.monotonic()
+        try:
+            self._run_cycles(handle)
+        except BaseException as error:
+            self.channel.latch.fail(error, handle.request)
+            self._fail_pending(error)
+            if not isinstance(error, Exception) or handle.error is None:
+                raise
+        finally:
+            self._waiting.pop(handle.name, None)
+            if self._pending and self._thread_attends:
+                self.channel.attend()
+
+    def _run_cycles(self, handle: Handle[Any]) -> None:
+        deadline = Deadline(self.channel.timeout_s)
+        while not handle.done():
+            cycle = self._begin_cycle()
+            if cycle is None:
+                continue
+            try:
+                if cycle.wait():
+                    deadline = Deadline(self.channel.timeout_s)
+                    continue
+            except CollectiveError:
+                if handle.done():
+                    return
+                raise
+            if deadline.passed():
+                raise self._negotiation_timeout(handle.request)
+            time.sleep(PAUSE_S)
+
+    @property
+    def _thread_attends(self) -> bool:
+        """Return True if some collectives were begun for the progress thread."""
+        return self._not_before > 0.0
 
     def finish_pending(self) -> None:
         """Wait for all that this rank has begun; errors are left to each handle's own wait()."""
         for handle in list(self._pending.values()):
-            self._progress_until(handle)
+            self.wait_for(handle)
 
-    def _progress_loop(self) -> None:
-        """Run the background thread: perform what is pending unless a waiting program does."""
-        with self._changed:
-            while self.is_open:
-                early_s = self._thread_starts_at - time.monotonic()
-                if self._is_progressing or not self._pending:
-                    self._unattended.wait()
-                elif early_s > 0:
-                    self._unattended.wait(early_s)
-                else:
-                    self._run_cycle()
+    def _begin_cycle(self) -> Work[bool] | None:
+        """Return the cycle under way, or a new one; None if nothing is pending."""
+        with self._lock:
+            if self._cycle is not None and not self._cycle.is_done:
+                return self._cycle
+            self._forget_done()
+            offered = list(self._pending.values())
+            if not offered:
+                return None
+            cycle = self.channel.start(offered[0].request, lambda backend: self._run_cycle(offered))
+            self._cycle = cycle
+            return cycle
 
-    def _run_cycle(self) -> None:
-        """Exchange requests once and respond; called with the lock held, which is released meanwhile."""
-        self._is_progressing = True
-        offered = list(self._pending.values())
-        requests = RankRequests(tuple(handle.request for handle in offered), self._blocked_on())
-        self._changed.release()
-        try:
-            if not self._exchange_requests(offered, requests):
-                self._check_timeout(offered)
-                time.sleep(PAUSE_S)
-        finally:
-            self._changed.acquire()
-            self._end_cycle()
-
-    def _end_cycle(self) -> None:
-        """Let another thread make progress; called with the lock held."""
-        for name, handle in list(self._pending.items()):
-            if handle.done():
-                del self._pending[name]
-        self._is_progressing = False
-        self._changed.notify_all()
-        if self._pending:
-            self._unattended.notify_all()
-
-    def _exchange_requests(self, offered: Sequence[Handle[Any]], requests: RankRequests) -> bool:
-        """Return True if anything was performed or refused. An error here fails all that was offered."""
+    def _run_cycle(self, offered: Sequence[Handle[Any]]) -> Stages[bool]:
+        """Exchange requests once, and respond; return True if anything was performed or refused."""
         self._notify("cycle", None)
+        requests = RankRequests(tuple(handle.request for handle in offered), self._blocked_on())
         try:
-            with self.monitor.operation(offered[0].request):
-                exchange = self.exchange(requests.dumps())
-                all_equal = len(offered) == 1 and exchange.all_equal()
-                messages = [] if all_equal else exchange.wait()
+            message = self.exchange(requests.dumps())
+            yield message
+            if len(offered) == 1 and message.is_equal:
+                yield from self._perform(offered[0], [offered[0].request.rank_args] * self.size)
+                return True
+            return (yield from self._respond(message.result, offered))
         except Exception as error:  # of any kind: those who wait must see it
-            self._fail_all(offered, error)
-            return True
-        if all_equal:
-            self._perform(offered[0], [offered[0].request.rank_args] * self.size)
-            self._progressed_at = time.monotonic()
-            return True
-        return self._respond(messages, offered)
+            described = self._described(error, offered[0].request)
+            for handle in offered:
+                handle.fail(described)
+            if described is error:
+                raise
+            raise described from error.__cause__
+        finally:
+            self._forget_done()
 
-    def _respond(self, messages: Sequence[bytes], offered: Sequence[Handle[Any]]) -> bool:
+    def _respond(self, messages: Sequence[bytes], offered: Sequence[Handle[Any]]) -> Stages[bool]:
         """Do what follows from the ranks' messages; return True if that is anything."""
         rows = [RankRequests.loads(message) for message in messages]
         response = compute_response(rows, self.ranks)
         handles = {handle.name: handle for handle in offered}
         for name, reason in response.refused:
             if name in handles:
-                handles[name]._fail(MismatchError(f"{handles[name].request}: {reason}"))
+                handles[name].fail(MismatchError(f"{handles[name].request}: {reason}"))
         for name in response.agreed:
-            self._perform(handles[name], rank_args_of(rows, name))
+            yield from self._perform(handles[name], rank_args_of(rows, name))
         if response.agreed or response.refused:
-            self._progressed_at = time.monotonic()
             return True
         self._last_requests = rows
+        if self._thread_attends:
+            self._not_before = time.monotonic() + PAUSE_S
         return False
+
+    def _forget_done(self) -> None:
+        """Free the names of what is done."""
+        with self._lock:
+            for name, handle in list(self._pending.items()):
+                if handle.done():
+                    del self._pending[name]
+
+    def _fail_pending(self, error: BaseException) -> None:
+        """Fail all that is pending, if this rank can begin nothing any more."""
+        if self.channel.latch.failure is None and self.is_open:
+            return
+        for handle in list(self._pending.values()):
+            handle.fail(error)
+        self._forget_done()
 
     def _blocked_on(self) -> str:
         """Return the name of the collective that blocks this rank's program, as far as can be known."""
@@ -378,62 +386,32 @@ class Group:
         has_one_thread = sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1
         return name if has_one_thread or time.monotonic() - since > THREADS_S else ""
 
-    def _check_timeout(self, offered: Sequence[Handle[Any]]) -> None:
-        """Fail what was offered if a program has waited longer than the timeout without progress."""
-        timeout_s = self.backend.timeout_s
-        if not self._waiting or time.monotonic() - self._progressed_at < timeout_s:
-            return
-        what = next((f"{handle.request}" for handle in offered if handle.name in self._waiting), "")
+    def _negotiation_timeout(self, request: CollectiveRequest) -> CollectiveTimeoutError:
+        """Return the error of a collective that not all ranks have begun."""
         ready = "; ".join(
             f"rank {rank} is ready for {row.summary}" for rank, row in zip(self.ranks, self._last_requests, strict=True)
         )
-        self._fail_all(
-            offered, CollectiveTimeoutError(f"{what}: not all ranks began it within {timeout_s:g} s: {ready}")
-        )
+        return CollectiveTimeoutError(f"{request}: not all ranks began it within {self.channel.timeout_s:g} s: {ready}")
 
-    def _fail_all(self, offered: Sequence[Handle[Any]], error: BaseException) -> None:
-        self.fail(error)
-        for handle in offered:
-            handle._fail(error)
-
-    def exchange(self, payload: bytes) -> ControlAllgather | ShmMessage:
-        """Begin to exchange one payload per rank; one exchange at a time, under a name that Horovod can cache."""
+    def exchange(self, payload: bytes) -> Message:
+        """Begin to exchange one payload per rank, in a cycle or in join()."""
         self.exchanges += 1
-        if self._host_ranks is not None:
-            return ShmMessage(self._host_ranks, payload)
-        return ControlAllgather(self.backend, payload, "exchange")
+        return exchange(self.backend, payload, EXCHANGE)
 
-    @contextlib.contextmanager
-    def exclusive_progress(self) -> Iterator[None]:
-        """Let only the caller make progress, without timeouts; raise UsageError if collectives are under way."""
-        self.require_usable()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_progressing)
-            if self._pending:
-                raise UsageError(f"still under way: {', '.join(self._pending)}; wait for them before this call")
-            self._is_progressing = True
-        gathers = self._ordered_gradients and self._ordered_gradients.gathers
-        waiters: list[Any] = [self.backend, self._gradients, gathers, self._host_ranks]
-        usual_s = self.backend.timeout_s
-        try:
-            for waiter in filter(None, waiters):
-                waiter.timeout_s = PATIENCE_S
-            yield
-        finally:
-            for waiter in filter(None, waiters):
-                waiter.timeout_s = usual_s
-            with self._changed:
-                self._is_progressing = False
-                self._changed.notify_all()
+    def require_nothing_pending(self) -> None:
+        """Raise UsageError if collectives are under way."""
+        self._forget_done()
+        if self._pending:
+            raise UsageError(f"still under way: {', '.join(self._pending)}; wait for them before this call")
 
     def close(self) -> None:
         """End the group; warn of collectives under way, which never finish."""
-        with self._changed:
-            under_way = list(self._pending.values())
-            if self._thread is not None:
-                self._changed.wait_for(lambda: not self._pending, DRAIN_S)
-            self.is_open = False
-            self._unattended.notify_all()
+        under_way = list(self._pending.values())
+        deadline = Deadline(DRAIN_S)
+        while self._pending and self._thread_attends and self.is_usable and not deadline.passed():
+            self._forget_done()
+            deadline.sleep(PAUSE_S)
+        self.channel.latch.is_open = False
         unfinished = [f"{handle.request}" for handle in under_way if not handle.done() or handle.failed()]
         if unfinished:
             warnings.warn(
@@ -442,10 +420,10 @@ class Group:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        if self._host_ranks is not None:
-            self._host_ranks.close()
+        if self.backend.messenger is not None:
+            self.backend.messenger.close()
         self._parent.close()
-        if self._thread is not None:
-            self._thread.join(DRAIN_S)
+        for channel in filter(None, (self.channel, self._gradients)):
+            channel.close()
         for handle in self._pending.values():
-            handle._fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
+            handle.fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from dualdist.backends.base import Backend
+from dualdist.backends.operation import Stages
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests
-from dualdist.monitoring.monitored import Monitor
-
-if TYPE_CHECKING:
-    from dualdist.collectives.group import Group
 
 T = TypeVar("T")
 U = TypeVar("U")
 # Maps the gradients of the results, and each rank's rank_args, to the gradients of the inputs.
 Backward = Callable[[Sequence[torch.Tensor], Sequence[Any]], torch.Tensor | Sequence[torch.Tensor]]
+
+
+class Performer(Protocol):
+    """The group of a collective, which has the ranks agree and performs it."""
+
+    wait_times: Any
+
+    def submit(self, collective: Collective[T]) -> Handle[T]:
+        """Queue a collective."""
+
+    def attend(self) -> None:
+        """Let a thread carry on what is pending."""
+
+    def wait_for(self, handle: Handle[Any]) -> None:
+        """Wait until the handle is done."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +45,28 @@ class Collective(Generic[T]):
         group: The ranks that take part.
         request: Compared with the requests of the other ranks before any data moves.
         perform: Called as `perform(backend, rank_args)` once all ranks agree; rank_args[i] are those of rank i,
-            None if it has joined.
+            None if it has joined. Returns the result, or stages that do.
         device: The device of the tensors, if there are any.
         inputs: The tensors through which gradients flow. `perform` may fill a list that is given here.
         backward: Called on every rank with the gradients of the results, and `rank_args`, in the backward pass. Leaves
             out tensors whose dtype has no gradient. Must hold no reference to an input or a result.
     """
 
-    group: Group
+    group: Performer
     request: CollectiveRequest
-    perform: Callable[[Backend, Sequence[Any]], T]
+    perform: Callable[[Backend, Sequence[Any]], Any]
     device: torch.device | None = None
     inputs: Sequence[torch.Tensor] = ()
     backward: Backward | None = None
 
     def map(self, function: Callable[[T], U]) -> Collective[U]:
         """Return the same collective with `function` applied to its result."""
-        return replace(cast("Collective[U]", self), perform=lambda *args: function(self.perform(*args)))
+
+        def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[U]:
+            found = self.perform(backend, rank_args)
+            return function((yield from found) if isinstance(found, Generator) else found)
+
+        return replace(cast("Collective[U]", self), perform=perform)
 
     def start(self) -> Handle[T]:
         """Begin, and return at once; no gradient flows."""
@@ -112,7 +130,7 @@ class Handle(Generic[T]):
         self.error: BaseException | None = None
         self.began = 0.0 if collective.group.wait_times is None else time.monotonic()
         self.waits_since: float | None = None  # if the program waited before it called wait()
-        self._group = collective.group
+        self._group: Performer = collective.group
         self._collective: Collective[T] | None = collective
         self._streams = collective.streams()
         self._is_inference = torch.is_inference_mode_enabled()
@@ -131,33 +149,53 @@ class Handle(Generic[T]):
     def begin(self) -> Handle[T]:
         """Let a thread carry the collective on while the program does something else; return this handle."""
         if not self._is_done:
-            self._group._progress_in_background()
+            self._group.attend()
         return self
 
     @disable_compile
     def wait(self) -> T:
         """Wait for the result, and return it; raise CollectiveError if the collective failed."""
         if not self._is_done:
-            self._group._progress_until(self)
+            self._group.wait_for(self)
         if self.error is not None:
             raise self.error
         return self._result
 
-    def _perform(self, backend: Backend, rank_args: Sequence[Any], monitor: Monitor) -> None:
+    def perform(self, backend: Backend, rank_args: Sequence[Any]) -> Stages[None]:
+        """Perform the collective; its error is kept for wait()."""
         assert self._collective is not None, "a collective is performed once"
         self.rank_args = rank_args
         try:
-            with monitor.operation(self.request), self._streams, _inference_mode(self._is_inference):
-                result = self._collective.perform(backend, rank_args)
+            with self._streams, _inference_mode(self._is_inference):
+                found = self._collective.perform(backend, rank_args)
+            result = (yield from self._in_context(found)) if isinstance(found, Generator) else found
         except Exception as error:  # of any kind: wait() raises it
-            self._fail(error)
+            self.fail(error)
         else:
             self._result = result
             self._end()
 
-    def _fail(self, error: BaseException) -> None:
-        self.error = error
-        self._end()
+    def _in_context(self, stages: Stages[T]) -> Stages[T]:
+        """Run the stages in the streams and the mode of the call, whichever thread advances them."""
+        resume: Callable[[], Any] = lambda: stages.send(None)  # noqa: E731
+        while True:
+            with self._streams, _inference_mode(self._is_inference):
+                try:
+                    operation = resume()
+                except StopIteration as end:
+                    return cast(T, end.value)
+            try:
+                value = yield operation
+            except Exception as error:
+                resume = partial(stages.throw, error)
+            else:
+                resume = partial(stages.send, value)
+
+    def fail(self, error: BaseException) -> None:
+        """Let wait() raise this error, unless the handle is done."""
+        if not self._is_done:
+            self.error = error
+            self._end()
 
     def _end(self) -> None:
         self._collective = None  # frees the tensors that it holds

@@ -1,187 +1,119 @@
-"""The arithmetic of reductions, done the same way on every backend, so that all of them round alike."""
+"""Reductions over all ranks, in one path for all callers: of any dtype, by any op, in rank order where asked.
+
+Note [rank order]: a sum of floats depends on its order, and from three ranks on transports add in different orders,
+which mostly depend on the position of an element in its buffer, too. Shared memory on one host adds in rank order at
+all sizes, and a sum of two has one order: these reduce as usual. Elsewhere, with reduction="ordered", the buffer is cut
+into one part for each rank: an alltoall brings rank r the r-th part of every rank, it adds them in rank order, and an
+allgather returns the sums. A rank sends 2 (n - 1) / n of the buffer, as in a ring. Numbers below 32 bits are added in
+float32 and rounded once, after the division of a mean. Integers, minima and maxima are exact in any order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 
-from dualdist.backends.base import Backend, ConvertedWork, ReduceOp, Work
-from dualdist.backends.control_plane import ControlAllgather, allgather_bytes, as_bytes
-from dualdist.errors import UsageError
-from dualdist.utils.suggest import require_choice
-
-# The callers' ops; "integer mean" is Horovod's average of integers.
-Op = Literal["mean", "sum", "min", "max", "product", "adasum", "integer mean"]
-OPS = ("mean", "sum", "min", "max", "product", "adasum")
-
-# The dtypes in which a dtype is reduced that a transport lacks. The result is the same: integers wrap around alike when
-# they are narrowed again, and a sum of two small floats is rounded once either way.
-WIDER = {
-    torch.bool: torch.uint8,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32,
-    torch.float8_e8m0fnu: torch.float32,
-    torch.complex32: torch.complex64,
-}
-# Unsigned 64-bit integers are reduced as signed ones; for their order the top bit is flipped.
-TOP_BIT = -(1 << 63)
-# Note [NaN]: the minimum or maximum of numbers and NaN is NaN, as with torch.maximum. Gloo and MPI compare by "<", so
-# that their result depends on the order of ranks. So floats are reduced as integers in the same order: their bits,
-# which for a negative float are flipped below the sign. Both ends of that order are NaN. This costs no message.
-ORDERED = {torch.float32: (torch.int32, (1 << 31) - 1), torch.float64: (torch.int64, (1 << 63) - 1)}
-INTEGERS = frozenset(
-    (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
+from dualdist.backends.arithmetic import (
+    LOGIC,
+    ORDERED,
+    TOP_BIT,
+    WIDER,
+    Op,
+    ReduceOp,
+    divide_,
+    finalize_,
+    ordered,
+    reduce_rows,
+    scale_,
+    unordered,
 )
-# Dtypes of numbers that can be added.
-NUMBERS = INTEGERS.union(WIDER, (torch.float32, torch.float64, torch.complex64, torch.complex128))
-# Dtypes in which torch cannot compute.
-STORED_ONLY = frozenset(
-    dtype for dtype in WIDER if (dtype.is_floating_point and dtype.itemsize == 1) or dtype == torch.complex32
-)
-LINEAR = ("mean", "sum")
-# The ops of booleans, whose sum would overflow in 8 bits.
-LOGIC: dict[ReduceOp, ReduceOp] = {"sum": "max", "product": "min"}
-LOCAL_OPS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
-}
+from dualdist.backends.base import Backend, filled
+from dualdist.backends.control_plane import allgather_bytes, as_bytes, exchange
+from dualdist.backends.operation import Completed, Converted, Operation, Staged, Stages
 
 
-def check_op(op: str, dtype: torch.dtype) -> None:
-    """Raise UsageError unless numbers of this dtype can be reduced by `op`."""
-    if op == "integer mean" and dtype in INTEGERS:
-        return
-    if op not in OPS:
-        require_choice(op, OPS, "op")
-    if op in ("mean", "adasum") and not (dtype.is_floating_point or (dtype.is_complex and op == "mean")):
-        raise UsageError(f"the {op} of {dtype} is not a {dtype}: convert the tensor first, or use op='sum'")
-    if op in ("min", "max") and dtype.is_complex:
-        raise UsageError(f"op {op!r}: complex numbers have no order")
-    if dtype not in NUMBERS:
-        raise UsageError(f"{dtype} holds no numbers that can be added: convert the tensor first")
+def allreduce_(
+    backend: Backend,
+    buffer: torch.Tensor,
+    op: ReduceOp,
+    name: str,
+    *,
+    source: torch.Tensor | None = None,
+    is_ordered: bool = False,
+) -> Operation[torch.Tensor]:
+    """Begin to reduce a contiguous buffer of any dtype in place, or another tensor into it; every rank calls this.
 
-
-def check_scales(scales: tuple[float, float], dtype: torch.dtype) -> None:
-    """Raise UsageError unless numbers of this dtype can be multiplied by both factors."""
-    if dtype == torch.bool and scales != (1.0, 1.0):
-        raise UsageError(f"prescale {scales[0]}, postscale {scales[1]}: booleans have no multiples, convert them first")
-
-
-def wire_op(op: Op) -> ReduceOp:
-    """Return the op of the transport."""
-    if op == "min" or op == "max" or op == "product":
-        return op
-    return "sum"  # a mean is divided afterwards; Adasum does not use it
-
-
-def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
-    """Turn a sum over ranks into their mean, in place. Done nowhere else, so that all backends round alike."""
-    if size == 1:
-        return total
-    if total.dtype in STORED_ONLY:
-        return total.copy_(total.to(WIDER[total.dtype]).div_(size))
-    # Where 1/size is a power of two, multiplying by it is faster and gives the same bits.
-    return total.mul_(1 / size) if total.is_floating_point() and size & (size - 1) == 0 else total.div_(size)
-
-
-def divide(total: torch.Tensor, size: int, mean: torch.Tensor) -> None:
-    """Write the result of divide_() to `mean`."""
-    if total.is_floating_point() and size & (size - 1) == 0:
-        torch.mul(total, 1 / size, out=mean)
-    else:
-        torch.div(total, size, out=mean)
-
-
-def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply in place as Horovod: integers in float64, truncated; 8-bit floats in float32."""
-    if factor == 1.0:
-        return tensor
-    if tensor.dtype in INTEGERS:
-        return tensor.copy_((tensor.double() * factor).to(tensor.dtype))
-    if tensor.dtype in STORED_ONLY:
-        return tensor.copy_(tensor.to(WIDER[tensor.dtype]) * factor)
-    return tensor.mul_(factor)
-
-
-def finalize_(reduced: torch.Tensor, op: Op, size: int, postscale: float) -> torch.Tensor:
-    """Turn the sum of the transport into the result, in place: divide if it is a mean, and scale.
-
-    Means of integers are truncated once. They are divided: Horovod multiplies by 1/size, which is slightly less, so
-    that its mean of 49 ones is 0.
+    A "mean" of floats or complex numbers is the sum, divided once: by the transport if it does so as fast as it adds.
     """
-    if op == "integer mean":
-        return reduced.copy_((reduced.double() * postscale / size).to(reduced.dtype))
-    return scale_(divide_(reduced, size) if op == "mean" else reduced, postscale)
+    dtype, size = buffer.dtype, backend.size
+    if size == 1:
+        return Completed(filled(buffer, source))
+    if is_ordered and dtype.is_floating_point and op in ("sum", "mean", "product"):
+        return _ordered_allreduce_(backend, filled(buffer, source), op, name)
+    can_reduce = dtype in backend.supported_reduce_dtypes and not (dtype.is_floating_point and op in ("min", "max"))
+    if op == "mean":
+        if can_reduce and buffer.device.type in backend.mean_devices:
+            return backend.allreduce_(buffer, "mean", name, source)
+        total = allreduce_(backend, buffer, "sum", name, source=source, is_ordered=is_ordered)
+        return Converted(total, lambda found: divide_(found, size))
+    if can_reduce:
+        return backend.allreduce_(buffer, op, name, source)
+    return _allreduce_by_another_dtype_(backend, filled(buffer, source), op, name, is_ordered=is_ordered)
 
 
-def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
-    """Reduce a contiguous buffer of any dtype in place, by the dtypes that the backend supports."""
+def _allreduce_by_another_dtype_(
+    backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str, *, is_ordered: bool
+) -> Operation[torch.Tensor]:
+    """Reduce a dtype that the transport lacks by one that it has; the result is the same."""
     dtype = buffer.dtype
     if dtype == torch.bool:
         op = LOGIC.get(op, op)
     if dtype in ORDERED and (op == "min" or op == "max"):
         work = backend.allreduce_(ordered(buffer, op), op, name)
-        return ConvertedWork(work, lambda found: buffer.copy_(unordered(found, dtype)))
-    if dtype in backend.supported_reduce_dtypes and not (dtype.is_floating_point and op in ("min", "max")):
-        return backend.allreduce_(buffer, op, name)
+        return Converted(work, lambda found: buffer.copy_(unordered(found, dtype)))
     if dtype == torch.uint64:
         signed, flip = buffer.view(torch.int64), TOP_BIT if op in ("min", "max") else 0
         work = backend.allreduce_(signed ^ flip, op, name)
-        return ConvertedWork(work, lambda found: signed.copy_(found ^ flip).view(torch.uint64))
+        return Converted(work, lambda found: signed.copy_(found ^ flip).view(torch.uint64))
     if dtype in WIDER:
-        return ConvertedWork(allreduce_(backend, buffer.to(WIDER[dtype]), op, name), buffer.copy_)
+        return Converted(allreduce_(backend, buffer.to(WIDER[dtype]), op, name), buffer.copy_)
     if dtype.is_complex and op == "sum":
         parts = torch.view_as_real(buffer)
-        return ConvertedWork(allreduce_(backend, parts, op, name), lambda _: buffer)
+        return Converted(allreduce_(backend, parts, op, name, is_ordered=is_ordered), lambda _: buffer)
     rows = backend.size, *buffer.shape  # of all ranks, which are reduced here, in rank order
-    work = backend.allgather(as_bytes(buffer), name)
-    return ConvertedWork(work, lambda found: buffer.copy_(reduce_rows(found.view(dtype).reshape(rows), op)))
+    gathered = backend.allgather(as_bytes(buffer), name)
+    return Converted(gathered, lambda found: buffer.copy_(reduce_rows(found.view(dtype).reshape(rows), op)))
 
 
-def ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Return integers in the order of the floats, with NaN at the end that `op` selects: Note [NaN]."""
-    bits, top = ORDERED[floats.dtype]
-    nan = top if op == "max" else -top - 1
-    whole = floats.view(bits)
-    return torch.where(torch.isnan(floats), nan, torch.where(whole < 0, whole ^ top, whole))
+def _ordered_allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Operation[torch.Tensor]:
+    """Reduce floats in rank order: Note [rank order]."""
+    dtype, has_order = buffer.dtype, buffer.device.type in backend.rank_order_devices
+    if dtype in WIDER and has_order:
+        return Converted(allreduce_(backend, buffer.to(WIDER[dtype]), op, name), buffer.copy_)
+    if (has_order or backend.size == 2) and dtype not in WIDER and dtype in backend.supported_reduce_dtypes:
+        return allreduce_(backend, buffer, op, name)
+    return Staged(_reduce_by_parts_(backend, buffer, op, name)) if buffer.numel() else Completed(buffer)
 
 
-def unordered(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Invert ordered()."""
-    _, top = ORDERED[dtype]
-    return torch.where(whole < 0, whole ^ top, whole).view(dtype)
+def _reduce_by_parts_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Stages[torch.Tensor]:
+    size, count, width = backend.size, buffer.numel(), buffer.element_size()
+    share = -(-count // size)  # of every rank; the last ones have less, or nothing
+    counts = [min(share, max(0, count - rank * share)) for rank in range(size)]
+    own = counts[backend.rank]
+    data = as_bytes(buffer)
+    rows = yield backend.alltoall(data, [each * width for each in counts], [own * width] * size, f"{name}.scatter")
+    total = reduce_rows(rows.view(buffer.dtype).view(size, own), op)
+    if own < share:
+        padded = total.new_zeros(share)
+        padded[:own] = total
+        total = padded
+    gathered = yield backend.allgather(as_bytes(total), f"{name}.gather")
+    data.copy_(gathered[: len(data)])
+    return buffer
 
 
-def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Reduce in rank order, (size, *s) -> (*s); small dtypes are rounded once, at the end, after a mean's division."""
-    dtype = rows.dtype
-    if dtype == torch.bool:
-        op = LOGIC.get(op, op)
-    if dtype == torch.uint64:
-        flip = TOP_BIT if op in ("min", "max") else 0
-        return reduce_rows(rows.view(torch.int64) ^ flip, op).bitwise_xor(flip).view(torch.uint64)
-    wide = rows.to(WIDER[dtype]) if dtype in WIDER else rows
-    combine = LOCAL_OPS["sum" if op == "mean" else op]
-    total = wide[0].clone()
-    for row in wide[1:]:
-        combine(total, row, out=total)
-    return (divide_(total, len(rows)) if op == "mean" else total).to(dtype)
-
-
-def adasum_(backend: Backend, flat: torch.Tensor, sizes: Sequence[int], name: str) -> torch.Tensor:
+def adasum_(backend: Backend, flat: torch.Tensor, sizes: Sequence[int], name: str) -> Stages[torch.Tensor]:
     """Replace each tensor in `flat`, of `sizes` elements, by the Adasum over all ranks, a power of two.
 
     Gradients a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if orthogonal, their mean if
@@ -192,7 +124,8 @@ def adasum_(backend: Backend, flat: torch.Tensor, sizes: Sequence[int], name: st
     distance = 1
     while distance < backend.size:
         counts = [own.nbytes if rank == backend.rank ^ distance else 0 for rank in range(backend.size)]
-        other = backend.alltoall(as_bytes(own), counts, counts, f"{name}.{distance}").wait().view(own.dtype)
+        received = yield backend.alltoall(as_bytes(own), counts, counts, f"{name}.{distance}")
+        other = received.view(own.dtype)
         lower, upper = (own, other) if backend.rank & distance == 0 else (other, own)
         own = torch.cat([adaptive_sum(a, b) for a, b in zip(lower.split(sizes), upper.split(sizes), strict=True)])
         distance *= 2
@@ -216,24 +149,24 @@ def sparse_sum(
     scales: tuple[float, float] = (1.0, 1.0),
     *,
     is_ordered: bool = False,
-) -> torch.Tensor:
+) -> Stages[torch.Tensor]:
     """Reduce sparse COO tensors by sum or mean, in rank order; return a coalesced tensor.
 
     Its number of sparse dimensions is the lowest among the ranks' tensors that store elements. If `is_ordered`, numbers
     below 32 bits are added in float32 and rounded once.
     """
-    own, counts = _match_sparse_dim(backend, own.coalesce(), f"{name}.count")
+    own, counts = yield from _match_sparse_dim(backend, own.coalesce(), f"{name}.count")
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
     if scales[0] != 1.0:
         values = scale_(values.clone(), scales[0])
     rows = [count * indices.shape[1] * indices.element_size() for count in counts]
     sizes = [count * values.shape[1:].numel() * values.element_size() for count in counts]
-    all_indices = allgather_bytes(backend, as_bytes(indices), rows, f"{name}.indices").view(indices.dtype)
-    all_values = allgather_bytes(backend, as_bytes(values), sizes, f"{name}.values").view(values.dtype)
+    all_indices = yield from allgather_bytes(backend, as_bytes(indices), rows, f"{name}.indices")
+    all_values = yield from allgather_bytes(backend, as_bytes(values), sizes, f"{name}.values")
     wide = WIDER.get(own.dtype, own.dtype) if is_ordered else own.dtype
     total = torch.sparse_coo_tensor(
-        all_indices.reshape(-1, indices.shape[1]).t(),
-        all_values.reshape(-1, *values.shape[1:]).to(wide),
+        all_indices.view(indices.dtype).reshape(-1, indices.shape[1]).t(),
+        all_values.view(values.dtype).reshape(-1, *values.shape[1:]).to(wide),
         own.shape,
         device=own.device,
         check_invariants=False,
@@ -242,13 +175,12 @@ def sparse_sum(
     return total.to(own.dtype)
 
 
-def _match_sparse_dim(backend: Backend, own: torch.Tensor, name: str) -> tuple[torch.Tensor, list[int]]:
+def _match_sparse_dim(backend: Backend, own: torch.Tensor, name: str) -> Stages[tuple[torch.Tensor, list[int]]]:
     """Convert `own` to the same number of sparse dimensions on all ranks; return it and each rank's element count."""
     while True:
         summary = f"{own._nnz()} {own.sparse_dim()}".encode()
-        summaries = [
-            (int(count), int(dim)) for count, dim in map(bytes.split, ControlAllgather(backend, summary, name).wait())
-        ]
+        rows = yield exchange(backend, summary, name)
+        summaries = [(int(count), int(dim)) for count, dim in map(bytes.split, rows)]
         dims = {dim for count, dim in summaries if count}
         least = min(dims or [dim for _, dim in summaries])
         if own.sparse_dim() != least:

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import torch
 
+from dualdist.backends.arithmetic import LINEAR, LOCAL_OPS, Op
 from dualdist.collectives import collectives
 from dualdist.collectives.arguments import Reduction
 from dualdist.collectives.group import Group
-from dualdist.collectives.reductions import LINEAR, LOCAL_OPS, Op
 
 
 def define_allreduce(

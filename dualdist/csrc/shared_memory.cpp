@@ -6,6 +6,10 @@
 // the others' parts. A rank that fills a slot again has seen all ranks arrive at a step of the chunk in between, and
 // they had read that slot before.
 //
+// Note [slices]: between hosts each rank of a host carries one slice of a tensor over the network. reduce_scatter gives
+// each rank the host's sum of its slice: a slot is cut into one part for each rank, and each rank adds up the parts that
+// are its own. share copies every rank's slice to all ranks.
+//
 // Note [arrivals]: all ranks add 1 to one counter. No rank begins a step before all have arrived at the last one, so
 // step s is complete exactly when the counter has reached s times the number of ranks. The last rank wakes those that
 // sleep. The addition releases what a rank wrote to its slot, and the load acquires it.
@@ -33,6 +37,7 @@
 #include <cstring>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "modules.h"
 
@@ -53,16 +58,12 @@ constexpr int kPollsPerClock = 32;
 // to the same core, where other programs use the rest.
 constexpr auto kYielding = std::chrono::microseconds(200);
 
-// In the order of OPS in dualdist/backends/shm/channel.py.
+// In the order of OPS in dualdist/backends/shm/host.py.
 enum class Op { sum, product, min, max, mean };
 
 struct alignas(kCacheLine) Arrivals {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> sleepers;
-};
-
-struct alignas(kCacheLine) Announced {
-  std::atomic<uint32_t> count;
 };
 
 struct alignas(kCacheLine) MessageHeader {
@@ -121,20 +122,10 @@ class ShmChannel {
     if (memory_.size * memory_.itemsize < needed_bytes(size, slot_bytes)) throw py::value_error("too little memory");
     char* base = static_cast<char*>(memory_.ptr);
     arrivals_ = reinterpret_cast<Arrivals*>(base);
-    announced_ = reinterpret_cast<Announced*>(base + kCacheLine);
-    slots_ = base + kCacheLine * (1 + size);
+    slots_ = base + kCacheLine;
   }
 
-  static int64_t needed_bytes(int size, int64_t slot_bytes) { return kCacheLine * (1 + size) + 2 * size * slot_bytes; }
-
-  // Counts an operation that this rank has started, and returns its number.
-  uint32_t announce() { return announced_[index_].count.fetch_add(1, std::memory_order_release) + 1; }
-
-  bool have_all_announced(uint32_t number) const {
-    return std::all_of(announced_, announced_ + size_, [number](const Announced& each) {
-      return reached(each.count.load(std::memory_order_acquire), number);
-    });
-  }
+  static int64_t needed_bytes(int size, int64_t slot_bytes) { return kCacheLine + 2 * size * slot_bytes; }
 
   void begin_message(const std::string& text, const std::optional<at::Tensor>& payload) {
     const size_t payload_bytes = payload ? payload->nbytes() : 0;
@@ -193,6 +184,21 @@ class ShmChannel {
     begin(std::move(task));
   }
 
+  // Reduces bytes [starts[i], starts[i + 1]) of a contiguous tensor on rank i, in place; the rest is undefined afterwards.
+  void begin_reduce_scatter(const at::Tensor& tensor, std::vector<int64_t> starts, int op) {
+    Task task{Task::reduce_scatter, tensor, tensor};
+    task.op = static_cast<Op>(op);
+    task.set_slices(std::move(starts), size_);
+    begin(std::move(task));
+  }
+
+  // Copies bytes [starts[i], starts[i + 1]) of a contiguous tensor from rank i to all ranks.
+  void begin_share(const at::Tensor& tensor, std::vector<int64_t> starts) {
+    Task task{Task::share, tensor, tensor};
+    task.set_slices(std::move(starts), size_);
+    begin(std::move(task));
+  }
+
   // Goes on with what was begun for at most `wait_s`; returns true when it is done.
   bool advance(double wait_s) {
     const py::gil_scoped_release no_gil;
@@ -222,7 +228,7 @@ class ShmChannel {
 
  private:
   struct Task {
-    enum Kind { message, reduce, gather, broadcast };
+    enum Kind { message, reduce, gather, broadcast, reduce_scatter, share };
 
     Task() = default;
     Task(Kind kind, at::Tensor input, at::Tensor output)
@@ -232,17 +238,27 @@ class ShmChannel {
 
     Kind kind = message;
     at::Tensor input, output;
-    int64_t nbytes = 1;  // of a message: one chunk, whatever its length
+    int64_t nbytes = 1;  // of a message: one chunk, whatever its length; of slices: those of the longest
     at::ScalarType dtype = at::kByte;
     char* source = nullptr;
     char* target = nullptr;
     Op op = Op::sum;
     int root = 0;
+    std::vector<int64_t> starts;  // of the slices, and the end of the last one
     bool has_two_steps = false;
     int64_t position = 0;
     int steps_taken = 0;  // for this chunk
 
     bool is_done() const { return position >= nbytes; }
+    void set_slices(std::vector<int64_t> given, int size) {
+      if (given.size() != static_cast<size_t>(size) + 1 || given.front() < 0 || given.back() > nbytes ||
+          !std::is_sorted(given.begin(), given.end())) {
+        throw py::value_error("the slices do not fit the tensor");
+      }
+      starts = std::move(given);
+      nbytes = 0;
+      for (int rank = 0; rank < size; ++rank) nbytes = std::max(nbytes, starts[rank + 1] - starts[rank]);
+    }
     void release() {
       if (output.defined()) mark_changed(output);
       input.reset();
@@ -273,7 +289,17 @@ class ShmChannel {
     task_ = std::move(task);
   }
 
-  int64_t chunk_bytes() const { return std::min(slot_bytes_, task_.nbytes - task_.position); }
+  // Of a slot, for each rank, in reduce_scatter.
+  int64_t part_bytes() const { return slot_bytes_ / size_ / kCacheLine * kCacheLine; }
+
+  int64_t chunk_bytes() const {
+    const int64_t most = task_.kind == Task::reduce_scatter ? part_bytes() : slot_bytes_;
+    return std::min(most, task_.nbytes - task_.position);
+  }
+
+  // The part of a rank's slice in this chunk.
+  int64_t slice_start(int rank) const { return std::min(task_.starts[rank] + task_.position, task_.starts[rank + 1]); }
+  int64_t slice_bytes(int rank) const { return std::min(chunk_bytes(), task_.starts[rank + 1] - slice_start(rank)); }
 
   // The start of a rank's part of the chunk, which is on a cache line for every dtype.
   int64_t part_start(int rank) const {
@@ -283,7 +309,13 @@ class ShmChannel {
 
   void fill() {
     char* own = next_slot();
-    if (task_.kind != Task::broadcast || index_ == task_.root) {
+    if (task_.kind == Task::reduce_scatter) {
+      for (int rank = 0; rank < size_; ++rank) {
+        if (rank != index_) std::memcpy(own + rank * part_bytes(), task_.source + slice_start(rank), slice_bytes(rank));
+      }
+    } else if (task_.kind == Task::share) {
+      std::memcpy(own, task_.source + slice_start(index_), slice_bytes(index_));
+    } else if (task_.kind != Task::broadcast || index_ == task_.root) {
       std::memcpy(own, task_.source + task_.position, chunk_bytes());
     }
   }
@@ -313,11 +345,33 @@ class ShmChannel {
     std::memcpy(slot(index_) + start, task_.target + task_.position + start, end - start);
   }
 
+  // Reduces this rank's slice in rank order. Its own values are where the result goes: with more than two ranks they are
+  // copied first, unless they are the first to be added.
+  void reduce_slice() {
+    const int64_t nbytes = slice_bytes(index_);
+    char* out = task_.target + slice_start(index_);
+    if (nbytes == 0) return;
+    const char* own = out;
+    if (size_ > 2 && index_ > 1) {
+      char* copy = slot(index_) + index_ * part_bytes();  // which no other rank reads
+      std::memcpy(copy, out, nbytes);
+      own = copy;
+    }
+    const auto part = [&](int rank) { return rank == index_ ? own : slot(rank) + index_ * part_bytes(); };
+    if (size_ > 1) reduce(task_.op, out, part(0), part(1), nbytes, task_.dtype);
+    for (int rank = 2; rank < size_; ++rank) reduce(task_.op, out, out, part(rank), nbytes, task_.dtype);
+  }
+
   void read() {
     const int64_t nbytes = chunk_bytes();
     char* out = task_.target + task_.position;
+    if (task_.kind == Task::reduce_scatter) return reduce_slice();
     if (task_.kind == Task::reduce && !task_.has_two_steps) reduce_range(0, nbytes);
     for (int rank = 0; rank < size_; ++rank) {
+      if (task_.kind == Task::share) {
+        if (rank != index_) std::memcpy(task_.target + slice_start(rank), slot(rank), slice_bytes(rank));
+        continue;
+      }
       const int64_t start = part_start(rank);
       if (task_.kind == Task::reduce && task_.has_two_steps && rank != index_) {
         std::memcpy(out + start, slot(rank) + start, part_start(rank + 1) - start);
@@ -342,6 +396,7 @@ class ShmChannel {
   // Returns false if some ranks have not arrived at the deadline, or when a signal came.
   bool wait_for_all(Clock::time_point deadline) {
     if (has_step_ended()) return true;
+    if (Clock::now() >= deadline) return false;
     for (const auto end = Clock::now() + spin_; Clock::now() < end;) {
       for (int poll = 0; poll < kPollsPerClock; ++poll) {
         relax();
@@ -369,7 +424,6 @@ class ShmChannel {
 
   py::buffer_info memory_;  // keeps the mapping
   Arrivals* arrivals_;
-  Announced* announced_;  // by each rank
   char* slots_;
   const int index_, size_;
   const int64_t slot_bytes_;
@@ -391,8 +445,6 @@ void bind_shared_memory(py::module_& module) {
   py::class_<ShmChannel>(module, "ShmChannel")
       .def(py::init<const py::buffer&, int, int, int64_t, double>())
       .def_property_readonly("steps", &ShmChannel::steps)
-      .def("announce", &ShmChannel::announce)
-      .def("have_all_announced", &ShmChannel::have_all_announced)
       .def("begin_message", &ShmChannel::begin_message)
       .def("texts", &ShmChannel::texts)
       .def("are_texts_equal", &ShmChannel::are_texts_equal)
@@ -400,5 +452,7 @@ void bind_shared_memory(py::module_& module) {
       .def("begin_allreduce", &ShmChannel::begin_allreduce)
       .def("begin_allgather", &ShmChannel::begin_allgather)
       .def("begin_broadcast", &ShmChannel::begin_broadcast)
+      .def("begin_reduce_scatter", &ShmChannel::begin_reduce_scatter)
+      .def("begin_share", &ShmChannel::begin_share)
       .def("advance", &ShmChannel::advance);
 }

@@ -19,15 +19,15 @@ from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.compression import ErrorFeedback
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import Backend
     from dualdist.ddp.reducer import Reducer
     from dualdist.ddp.step_checks import StepChecks
+    from dualdist.engine.channel import Channel
 
 
 class AdasumBucket(Bucket):
     """A bucket of two flags for each gradient instead of its values: it exists, and it is not finite."""
 
-    def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Backend, dense: set[int]) -> None:
+    def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Channel, dense: set[int]) -> None:
         super().__init__(plan, ReducerConfig("sum"), channel, dense)
 
     def assign_special_grads(self, params: Sequence[torch.Tensor | None], *, as_views: bool) -> list[tuple[int, bool]]:

@@ -12,13 +12,15 @@ and so are the bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from dualdist.backends.base import Backend, ReduceOp, Work
-from dualdist.collectives.reductions import INTEGERS, allreduce_, divide, divide_, empty_sparse, sparse_sum
+from dualdist.backends.arithmetic import INTEGERS, ReduceOp, divide, divide_
+from dualdist.backends.base import Backend
+from dualdist.backends.operation import Operation, Stages
+from dualdist.collectives.reductions import allreduce_, empty_sparse, sparse_sum
 from dualdist.ddp.bucket_plan import (
     BUCKET_FLAGS,
     CONTRIBUTES,
@@ -31,6 +33,7 @@ from dualdist.ddp.bucket_plan import (
 from dualdist.ddp.compression import CastCompression, ErrorFeedback, GradientCompressor, compressor_name
 from dualdist.ddp.gradient_packer import assign_grad
 from dualdist.ddp.step_checks import nonfinite_kinds
+from dualdist.engine.channel import Channel, Transfer, Work
 from dualdist.errors import UsageError
 
 # Note [sparse gradients]: a gradient is known to be sparse only once it exists, and never on a rank whose loss does not
@@ -55,7 +58,7 @@ class Bucket:
 
     may_scale = True  # Note [scaled copies]
 
-    def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Backend, dense: set[int]) -> None:
+    def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Channel, dense: set[int]) -> None:
         self.plan = plan
         self.config = config
         self.reads_flags_late = plan.device.type in ASYNC_DEVICES
@@ -72,16 +75,10 @@ class Bucket:
         )
         self.scale = 1 / channel.size if is_scaled else 1.0  # of what the packer copies
         # The flags become a mean, too: one that is set stays so, and those that equally many ranks set are equal.
-        self._is_mean_fused = (
-            divides
-            and not is_scaled
-            and plan.device.type in channel.mean_devices
-            and plan.dtype.is_floating_point
-            and plan.dtype in channel.supported_reduce_dtypes
-        )
-        self._divides_sum = config.op == "mean" and not is_scaled and not self._is_mean_fused
-        self._work: Work | None = None
-        self._all_started: Work | None = None
+        is_mean = divides and not is_scaled and plan.dtype.is_floating_point
+        self._reduced_by: ReduceOp = "mean" if is_mean else "sum"
+        self._divides_sum = config.op == "mean" and not is_scaled and not is_mean
+        self._work: Work[torch.Tensor] | None = None
         self._result: torch.Tensor | None = None
         self._sent_all_dense = False
         self._is_nested = False
@@ -123,35 +120,40 @@ class Bucket:
         if is_nested:
             self.tail[IS_NESTED] = 1
         name = self._name
-        if not self._channel.done_means_all_started:  # a joined rank polls for it
-            started = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            self._all_started = self._channel.allreduce_(started, "max", f"{name}.begun")
         self._work = self._start_allreduce(name)
 
-    def _start_allreduce(self, name: str) -> Work:
-        if self._wire_dtype in self._channel.supported_reduce_dtypes:
-            op: ReduceOp = "mean" if self._is_mean_fused else "sum"
+    def _start_allreduce(self, name: str) -> Work[torch.Tensor]:
+        if self._wire_dtype in self._channel.backend.supported_reduce_dtypes:
             sent = self.values.to(self._wire_dtype)
-            work = self._channel.allreduce_(sent, op, name)
         else:
             sent = self._compress()
-            work = allreduce_(self._channel, sent, "sum", name)
         self.sent_bytes = (sent.numel() - self.tail.numel()) * sent.element_size()
-        return work
+        is_ordered = self.config.reduction == "ordered"
+        return self._start(
+            name, sent, lambda backend: allreduce_(backend, sent, self._reduced_by, name, is_ordered=is_ordered)
+        )
+
+    def _start(
+        self, name: str, sent: torch.Tensor, begin: Callable[[Backend], Operation[torch.Tensor] | Stages[torch.Tensor]]
+    ) -> Work[torch.Tensor]:
+        """Queue the reduction; the progress thread advances it between its stages, if it has several."""
+        is_on_cpu = sent.device.type == "cpu"
+        return self._channel.start(Transfer("allreduce", name, sent), begin, attended=is_on_cpu)
 
     def done(self) -> bool:
-        """Return True if wait() would return as soon as all ranks wait."""
-        work = self._all_started or self._work
-        return work is None or work.done()
+        """Return True if wait() would return at once; moves what can be moved."""
+        return self._work is None or self._work.done()
 
     def wait(self) -> None:
         """Wait for the allreduce."""
-        if self._all_started is not None:
-            self._all_started.wait()
-            self._all_started = None
         if self._work is not None:
             self._result = self._work.wait()
             self._work = None
+
+    def limit_wait(self, seconds: float) -> None:
+        """Let wait() raise CollectiveTimeoutError when nothing gets on for these seconds."""
+        if self._work is not None:
+            self._work.timeout_s = min(self._work.timeout_s, seconds)
 
     def any_rank_set(self, flag: int) -> bool:
         """Return True if any rank launched the bucket with this flag; after wait()."""
@@ -233,12 +235,14 @@ class Bucket:
         if not as_dense:
             if grad is None:
                 grad = empty_sparse(shape, plan.dtype, plan.device)
-            return sparse_sum(channel, grad.detach(), op, name, is_ordered=self.config.reduction == "ordered")
+            own, is_ordered = grad.detach(), self.config.reduction == "ordered"
+            return channel.run(name, lambda backend: sparse_sum(backend, own, op, name, is_ordered=is_ordered))
         total = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
         if grad is not None:
             total.copy_(grad.to_dense() if grad.is_sparse else grad)
-        allreduce_(channel, total, "mean" if self._is_mean_fused else "sum", name).wait()
-        return divide_(total, channel.size) if op == "mean" and not self._is_mean_fused else total
+        by: ReduceOp = "mean" if op == "mean" else "sum"
+        is_ordered = self.config.reduction == "ordered"
+        return channel.run(name, lambda backend: allreduce_(backend, total, by, name, is_ordered=is_ordered))
 
     def _flags(self, grads: Sequence[torch.Tensor | None] | None, flag: int) -> torch.Tensor:
         if grads is None:

@@ -22,13 +22,16 @@ from typing import Any
 
 import torch
 
-from dualdist.backends.base import Backend, Work
+from dualdist.backends.arithmetic import WIDER, divide_
+from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import as_bytes
-from dualdist.collectives.reductions import WIDER, allreduce_, divide_
+from dualdist.backends.operation import Stages
+from dualdist.collectives.reductions import allreduce_
 from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.compression import ErrorFeedback, PowerSGD, TopK
 from dualdist.ddp.step_checks import nonfinite_kinds
+from dualdist.engine.channel import Channel, Work
 from dualdist.errors import UnsupportedError
 
 POSITION = torch.int32  # of an element, in top-k
@@ -55,10 +58,10 @@ class FeedbackState:
                 if isinstance(bucket, FeedbackBucket):
                     bucket.store()
 
-    def agree(self, channel: Backend, name: str) -> None:
+    def agree(self, channel: Channel, name: str) -> None:
         """Adopt the largest number of reductions of any rank; every rank calls this."""
         found = torch.tensor([self.reductions], dtype=torch.int32, device="cpu")
-        channel.allreduce_(found, "max", name).wait()
+        channel.run(name, lambda backend: backend.allreduce_(found, "max", name))
         self.reductions = int(found)
 
     def export(self, numbers: Sequence[int | None]) -> dict[str, Any]:
@@ -106,7 +109,7 @@ class FeedbackBucket(Bucket):
     may_scale = False  # what is left of other steps is added to the values
 
     def __init__(
-        self, plan: BucketPlan, config: ReducerConfig, channel: Backend, dense: set[int], state: FeedbackState
+        self, plan: BucketPlan, config: ReducerConfig, channel: Channel, dense: set[int], state: FeedbackState
     ) -> None:
         super().__init__(plan, replace(config, compressor=None), channel, dense)
         self._compression = state.compression
@@ -118,8 +121,8 @@ class FeedbackBucket(Bucket):
         self._is_active = False  # in the present reduction
         self._inputs: dict[int, torch.Tensor] = {}  # by member: the gradient and the residual
         self._factors: dict[int, torch.Tensor] = {}  # by member: PowerSGD's Q
-        self._elements: Work | None = None  # of top-k: bytes of positions and values of all ranks
-        self._gathered = torch.empty(0)
+        self._gathered = torch.empty(0)  # of top-k: bytes of positions and values of all ranks
+        self._approximations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by member: PowerSGD's P and Q
 
     def _choose_members(self) -> list[int]:
         """Return the members of which a part is smaller than the whole; the same on every rank."""
@@ -133,9 +136,9 @@ class FeedbackBucket(Bucket):
         counts = [(shape.numel(), _num_elements(shape, self._compression.ratio)) for shape in shapes]
         return [member for member, (count, k) in enumerate(counts) if k * (item + POSITION.itemsize) < count * item]
 
-    def _start_allreduce(self, name: str) -> Work:
+    def _start_allreduce(self, name: str) -> Work[torch.Tensor]:
         self._is_active = not self._state.is_warming_up and self.plan.dtype.is_floating_point
-        self._inputs, self._factors = {}, {}
+        self._inputs, self._factors, self._approximations = {}, {}, {}
         if not self._is_active:
             return super()._start_allreduce(name)
         for member, (number, view) in enumerate(zip(self.plan.numbers, self.views, strict=True)):
@@ -147,17 +150,22 @@ class FeedbackBucket(Bucket):
         parts += [value.flatten() for member, value in self._inputs.items() if member not in self._matrices]
         sent = torch.cat([*parts, self.tail.to(self._wide)])
         self.sent_bytes = (sent.numel() - self.tail.numel()) * sent.element_size()
-        work = allreduce_(self._channel, sent, "sum", name)
+        selected = None
         if isinstance(self._compression, TopK) and self._matrices:
             selected = self._select(self._compression.ratio)
             self.sent_bytes += selected.nbytes
-            self._elements = self._channel.allgather(selected, f"{name}.elements")
-        return work
+        return self._start(name, sent, lambda backend: self._exchange(backend, sent, selected, name))
 
-    def wait(self) -> None:
-        super().wait()
-        if self._elements is not None:
-            self._gathered, self._elements = self._elements.wait(), None
+    def _exchange(
+        self, backend: Backend, sent: torch.Tensor, selected: torch.Tensor | None, name: str
+    ) -> Stages[torch.Tensor]:
+        """Return the sum over ranks of what is sent, after the second message."""
+        total: torch.Tensor = yield allreduce_(backend, sent, "sum", name)
+        if selected is not None:
+            self._gathered = yield backend.allgather(selected, f"{name}.elements")
+        elif self._matrices and isinstance(self._compression, PowerSGD):
+            yield from self._approximate(backend, self._compression.rank, total)
+        return total
 
     @torch.no_grad()
     def unpack(self) -> None:
@@ -167,14 +175,16 @@ class FeedbackBucket(Bucket):
         assert self._result is not None, "call wait() first"
         whole = [member for member in self._inputs if member not in self._matrices]
         counts = [self.plan.shapes[member].numel() for member in whole]
-        projected, *sums, tail = self._result.split(
+        _, *sums, tail = self._result.split(
             [self._result.numel() - sum(counts) - self.tail.numel(), *counts, self.tail.numel()]
         )
         self.tail.copy_(tail)
         for member, total in zip(whole, sums, strict=True):
             self._assign(member, total)
-        if isinstance(self._compression, PowerSGD) and self._matrices:
-            self._approximate(self._compression.rank, projected)
+        if isinstance(self._compression, PowerSGD):
+            for member, (left, right) in self._approximations.items():
+                self._factors[member] = right
+                self._assign(member, left @ right.t())
         elif self._matrices:
             self._add_elements()
         self._undo_predivision()
@@ -224,10 +234,11 @@ class FeedbackBucket(Bucket):
         random = torch.Generator().manual_seed(number)
         return torch.randn(*shape, generator=random, dtype=self._wide, device="cpu").to(self.plan.device)
 
-    def _approximate(self, rank: int, projected: torch.Tensor) -> None:
-        """Assign P Q^T to the matrices, with one more allreduce, and leave what was not sent in the inputs."""
+    def _approximate(self, backend: Backend, rank: int, total: torch.Tensor) -> Stages[None]:
+        """Find P and Q of the matrices by one more allreduce, and leave what was not sent in the inputs."""
         rows, columns = zip(*self._matrices.values(), strict=True)
-        lefts = [_orthonormal(each.view(-1, rank)) for each in projected.split([n * rank for n in rows])]
+        counts = [n * rank for n in rows]
+        lefts = [_orthonormal(each.view(-1, rank)) for each in total[: sum(counts)].split(counts)]
         rights = []
         for (member, shape), left in zip(self._matrices.items(), lefts, strict=True):
             matrix = self._inputs[member].view(shape)
@@ -235,10 +246,9 @@ class FeedbackBucket(Bucket):
             matrix.addmm_(left, rights[-1].t(), alpha=-1)
         sent = torch.cat([each.flatten() for each in rights])
         self.sent_bytes += sent.nbytes
-        allreduce_(self._channel, sent, "sum", f"{self._name}.right").wait()
-        for member, left, right in zip(self._matrices, lefts, sent.split([m * rank for m in columns]), strict=True):
-            self._factors[member] = right.view(-1, rank)
-            self._assign(member, left @ right.view(-1, rank).t())
+        yield allreduce_(backend, sent, "sum", f"{self._name}.right")
+        parts = [part.view(-1, rank) for part in sent.split([m * rank for m in columns])]
+        self._approximations = dict(zip(self._matrices, zip(lefts, parts, strict=True), strict=True))
 
     def _select(self, ratio: float) -> torch.Tensor:
         """Return positions and values of the largest elements as bytes, and leave the others in the inputs."""

@@ -14,13 +14,14 @@ from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_res
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
-from dualdist.monitoring.monitored import require_responsive
 from dualdist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import Work
+    from dualdist.engine.channel import Work
 
 POLL_S = 0.0005
+# A joined rank waits for as long as the others go on.
+PATIENCE_S = 7 * 24 * 3600.0
 
 
 class JoinedRank:
@@ -30,7 +31,7 @@ class JoinedRank:
     joined. It is the exchange of due reducers, or the first bucket if the group has one reducer only.
     """
 
-    _first: Bucket | Work
+    _first: Bucket | Work[torch.Tensor]
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -42,7 +43,8 @@ class JoinedRank:
                 reducer.discard_interrupted()
         self._launch_first_message()
 
-    def has_reduction_begun(self) -> bool:
+    def has_message_come(self) -> bool:
+        """Return True if the other ranks have begun a reduction; moves what can be moved."""
         return not self._is_over and self._first.done()
 
     def run_reduction(self) -> None:
@@ -90,8 +92,7 @@ class JoinedRank:
         )
 
     def _launch(self, plan: ReductionPlan, bucket_index: int) -> Bucket:
-        is_ordered, group = plan.config.reduction == "ordered", self._group
-        bucket = plan.make_bucket(bucket_index, group.ordered_gradients() if is_ordered else group.gradients)
+        bucket = plan.make_bucket(bucket_index, self._group.gradients)
         bucket.values.zero_()
         bucket.launch([None] * len(bucket.plan.shapes), HAS_JOINED)
         return bucket
@@ -108,33 +109,45 @@ def join(group: Group) -> int:
     if group.size == 1:
         return group.ranks[0]
     group.finish_pending()
-    timeout_s = group.backend.timeout_s
-    with group.exclusive_progress(), group.monitor.operation("join"):
-        joined_at = JoinedAt(group.exchanges, group.gradient_reductions, time.time(), group.num_unnamed)
-        message = RankRequests(joined=joined_at).dumps()
-        gradients = JoinedRank(group)
-        while True:
-            exchange = group.exchange(message)
-            deadline = Deadline(timeout_s)
-            while not exchange.done():
-                if gradients.has_reduction_begun():
-                    gradients.run_reduction()
-                    deadline = Deadline(timeout_s)
-                elif deadline.passed():
-                    require_responsive(group.monitor)
-                    deadline = Deadline(timeout_s)
-                else:
-                    time.sleep(POLL_S)
-            requests = [RankRequests.loads(data) for data in exchange.wait()]
-            response = compute_response(requests, group.ranks)
-            if response.last_joined is not None:
-                gradients.finish()
-                joined = [each.joined for each in requests if each.joined is not None]
-                group.num_unnamed = max(each.num_unnamed for each in joined)
-                group.gradient_reductions = max(each.gradient_reductions for each in joined)
-                return response.last_joined
-            for name in response.agreed:
-                request = next(found for each in requests if (found := each.request(name)) is not None)
-                zero_contribution(group, request).perform(group.backend, rank_args_of(requests, name))
-                if group.wait_times is not None:
-                    group.wait_times.skip(group.wait_times.operations)
+    group.require_nothing_pending()
+    group.is_joined = True
+    try:
+        with group.channel.failing("join"), group.monitor.operation("join"):
+            return _follow(group)
+    finally:
+        group.is_joined = False
+
+
+def _follow(group: Group) -> int:
+    """Take part in what the other ranks begin, until all have joined."""
+    limit_s, channel = group.channel.timeout_s, group.channel
+    joined_at = JoinedAt(group.exchanges, group.gradient_reductions, time.time(), group.num_unnamed)
+    message = RankRequests(joined=joined_at).dumps()
+    gradients = JoinedRank(group)
+    while True:
+        exchange = channel.start("join", lambda backend: group.exchange(message), timeout_s=PATIENCE_S)
+        deadline = Deadline(limit_s)
+        while not exchange.done():
+            if gradients.has_message_come():
+                gradients.run_reduction()
+                deadline = Deadline(limit_s)
+            elif deadline.passed():
+                group.monitor.require_responsive()
+                deadline = Deadline(limit_s)
+            else:
+                channel.check(deadline)
+                time.sleep(POLL_S)
+        requests = [RankRequests.loads(data) for data in exchange.wait()]
+        response = compute_response(requests, group.ranks)
+        if response.last_joined is not None:
+            gradients.finish()
+            joined = [each.joined for each in requests if each.joined is not None]
+            group.num_unnamed = max(each.num_unnamed for each in joined)
+            group.gradient_reductions = max(each.gradient_reductions for each in joined)
+            return response.last_joined
+        for name in response.agreed:
+            request = next(found for each in requests if (found := each.request(name)) is not None)
+            part, rank_args = zero_contribution(group, request), rank_args_of(requests, name)
+            channel.run(request, lambda backend, part=part, rank_args=rank_args: part.perform(backend, rank_args))  # type: ignore[misc]
+            if group.wait_times is not None:
+                group.wait_times.skip(group.wait_times.operations)

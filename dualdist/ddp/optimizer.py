@@ -16,12 +16,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dualdist.backends.arithmetic import Op
 from dualdist.backends.base import Backend
+from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import Reduction, check_reduction
 from dualdist.collectives.broadcast_state import broadcast_nested, optimizer_params
 from dualdist.collectives.collectives import allreduce, run_agreed
 from dualdist.collectives.group import Group
-from dualdist.collectives.reductions import Op
 from dualdist.collectives.tensor_utils import map_nested
 from dualdist.ddp.adasum import DeltaSteps, closure_of
 from dualdist.ddp.bucket_plan import ReducerConfig
@@ -169,14 +170,15 @@ def gather_residuals(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] |
         return None
     group, name = wrapper.reducer.group, f"{wrapper.reducer.name}.residuals"
 
-    def perform(backend: Backend) -> list[dict[str, Any]]:
+    def perform(backend: Backend) -> Stages[list[dict[str, Any]]]:
         found = []
         for root in range(backend.size):
-            part = broadcast_nested(backend, own, root, torch.device("cpu"), f"{name}.{root}")
+            part = yield from broadcast_nested(backend, own, root, torch.device("cpu"), f"{name}.{root}")
             found += [part] if backend.rank == 0 else []
         return found
 
-    return run_agreed(group, "save of what compression has not sent", name, {}, perform)
+    found: list[dict[str, Any]] = run_agreed(group, "save of what compression has not sent", name, {}, perform)
+    return found
 
 
 def set_residuals(optimizer: torch.optim.Optimizer, saved: Any) -> None:

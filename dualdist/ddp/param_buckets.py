@@ -24,10 +24,10 @@ from dualdist.ddp.reduction_plan import ReductionPlan, retire_unused
 from dualdist.errors import NotInitializedError, UnsupportedError
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import Backend
     from dualdist.collectives.group import Group
     from dualdist.ddp.buckets import Bucket
     from dualdist.ddp.gradient_packer import GradientPacker
+    from dualdist.engine.channel import Channel
 
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -61,7 +61,7 @@ class ParamBuckets:
         if hasattr(self, "_plan"):
             self._carried = self.export_feedback()
         self.group = group
-        self._channel: Backend = group.gradients
+        self._channel: Channel = group.gradients
         self.name = group.next_name("gradients")
         self.packer.detach()
         self._known_params: list[torch.Tensor] = []  # at the last update()
@@ -124,10 +124,11 @@ class ParamBuckets:
         description = f"{self.config.description} accumulate={self.accumulate}" + (f" groups={fused}" if fused else "")
         signatures = [(name if p.is_contiguous() else f"{name} strides {p.stride()}", p) for name, p in new]
         with self.errors():
-            check_same_tensors(self._channel, signatures, 0, f"{self.name}.check", description)
+            self._channel.run(
+                f"check of the parameters of {self.name}",
+                lambda backend: check_same_tensors(backend, signatures, 0, f"{self.name}.check", description),
+            )
             retire_unused(self.group)
-        if self.config.reduction == "ordered":  # which all ranks have agreed on
-            self._channel = self.group.ordered_gradients(param.device.type for _, param in new)
         self._numbers.update(numbers)
         self._owned.extend(param for _, param in new)
         for _, param in new:

@@ -18,6 +18,10 @@ next reduction takes them. A backward inside a backward (re-entrant checkpointin
 same; its end reduces once more, which does not change a mean. If only some ranks do this, all raise. If there is no
 next backward and the process ends, the others get RankLostError.
 
+Note [interrupts]: an exception of a signal handler, as KeyboardInterrupt, that leaves the wait for the last buckets is
+raised once they have come, and the gradients are those of all ranks: the others step with them. If the buckets do not
+come within INTERRUPTED_S, or a second exception comes, the reduction fails on all ranks.
+
 Gradients that were accumulated into the bucket itself are lost with what was sent of them: zero_grad() replaces them,
 and without it the group fails. On a GPU the host does not wait to read the others' flags; only a rank that discards a
 reduction does. If another rank has taken it for its own, the group fails.
@@ -37,18 +41,22 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward  # private to torch: tests/unit/test_torch_private_names.py
 
-from dualdist.backends.control_plane import ControlAllgather, broadcast_object
+from dualdist.backends.control_plane import broadcast_object, exchange
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.consistency import difference, digest
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.gradient_packer import assign_grad, create_packer, is_dense, is_view_of, owner_of
 from dualdist.ddp.param_buckets import ParamBuckets
 from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
-from dualdist.errors import CollectiveError, DriftError, UnsupportedError, UsageError
+from dualdist.errors import CollectiveError, DriftError, DualdistError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
     from dualdist.ddp.buckets import Bucket
+
+
+# Seconds in which the buckets must come after an interrupt: Note [interrupts].
+INTERRUPTED_S = 10.0
 
 
 class Reducer(ParamBuckets):
@@ -73,6 +81,7 @@ class Reducer(ParamBuckets):
         self._is_nested = False  # the last backward began inside of another
         self._num_backwards = 0  # since the last reduction
         self._num_since_step = 0  # reductions since the last step
+        self._interrupt: BaseException | None = None  # Note [interrupts]
         self._last_sums: list[weakref.ref[torch.Tensor]] = []  # the gradients assigned last, with op="sum"
         super().__post_init__()
 
@@ -87,9 +96,10 @@ class Reducer(ParamBuckets):
         self._require_open()
         self._is_nested = False
         if self._num_since_step == 0 or self._num_backwards:
-            with self.errors(), self.group.fail_on_error():
+            with self.errors(), self._channel.failing("reduction of gradients"):
                 self.discard_interrupted()
                 _reduce_due(self.group, [self])
+            self._raise_interrupt()
 
     def reset_step(self) -> None:
         """Begin the next step: the gradients have been used or cleared."""
@@ -111,14 +121,14 @@ class Reducer(ParamBuckets):
         if order != self.order and sorted(order) == list(range(len(self._owned))):
             # An interrupted backward may have got further on some ranks than on others.
             launched = allgather_object(self.group, self._next_bucket)
-            with self.errors(), self.group.fail_on_error():
+            with self.errors(), self._channel.failing("reduction of gradients"):
                 if any(launched):
                     self._discard()
                 self._adopt_order(order)
 
     def begin_backward(self, backward: int) -> None:
         """Begin a reduction; the packer calls this at the first gradient of a backward."""
-        with self._lock, self.errors(), self.group.fail_on_error():
+        with self._lock, self.errors(), self._channel.failing("reduction of gradients"):
             if self.packer.is_open(backward):  # by a hook of another device
                 return
             self._require_open()
@@ -136,11 +146,11 @@ class Reducer(ParamBuckets):
 
     def on_bucket_ready(self) -> None:
         """Launch the buckets that are full, up to the first that is not; the packer calls this when one is."""
-        with self._lock, self.errors(), self.group.fail_on_error():
+        with self._lock, self.errors(), self._channel.failing("reduction of gradients"):
             while self._next_bucket < len(self._buckets) - 1 and self.packer.pending(self._next_bucket) == 0:
                 self._launch_next()
-            for bucket in self._buckets[: self._next_bucket]:
-                bucket.done()  # some transports progress only when polled
+            if not self._uses_cuda:  # where the current stream would wait
+                self._channel.advance()
 
     def refuse_gradient(self, number: int) -> None:
         """Raise for a gradient whose dtype or device is not that of its bucket."""
@@ -168,8 +178,10 @@ class Reducer(ParamBuckets):
         """Reduce what is due; every reducer of the backward is called, and the first does it for all."""
         due = [reducer for reducer in _live_reducers(self.group) if reducer._count_backward(backward)]
         if due:
-            with self.errors(), self.group.fail_on_error():
+            with self.errors(), self._channel.failing("reduction of gradients"):
                 _reduce_due(self.group, due)
+            for reducer in due:
+                reducer._raise_interrupt()
 
     def _count_backward(self, backward: int) -> bool:
         """Count the end of a backward; return True if this reducer took part and is due."""
@@ -260,9 +272,29 @@ class Reducer(ParamBuckets):
             self._launch_next(flag)
         began = time.monotonic()
         for bucket in self._buckets:
-            bucket.wait()
+            self._wait(bucket)
         if self.group.wait_times is not None and self._buckets:
             self.group.wait_times.record_gradient_reduction(began)
+
+    def _wait(self, bucket: Bucket) -> None:
+        """Wait for a bucket; finish, too, where an exception of a signal handler leaves the wait: Note [interrupts]."""
+        try:
+            bucket.wait()
+        except DualdistError:
+            raise
+        except BaseException as interrupt:
+            bucket.limit_wait(INTERRUPTED_S)
+            try:
+                bucket.wait()
+            except BaseException as error:
+                raise interrupt from error
+            self._interrupt = self._interrupt or interrupt
+
+    def _raise_interrupt(self) -> None:
+        """Raise what interrupted a wait, now that the gradients are those of all ranks."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
     def _must_rebuild_buckets(self) -> bool:
         """Return True after the first reduction without joined ranks."""
@@ -282,14 +314,16 @@ class Reducer(ParamBuckets):
 
         Called after the first reduction without joined ranks. If there was one with them, some ranks did not step.
         """
-        own = digest(self.registered_params()) if was_first else ""
-        found = {*ControlAllgather(self._channel, own.encode(), f"{self.name}.digests").wait()}
+        own, name = digest(self.registered_params()) if was_first else "", f"{self.name}.digests"
+        found = {*self._channel.run(name, lambda backend: exchange(backend, own.encode(), name))}
         if len(found) == 1 or b"" in found:
             return
         owned = {*map(id, self.registered_params())}
         tensors = [(name, param) for name, param in self.named_parameters() if id(param) in owned]
+        name = f"{self.name}.start"
+        how = self._channel.run(name, lambda backend: difference(backend, tensors, name))
         raise DriftError(
-            f"before the first step {difference(self._channel, tensors, f'{self.name}.start')}. Call "
+            f"before the first step {how}. Call "
             "dd.broadcast_parameters(model) before the training, so that all ranks begin with the same values"
         )
 
@@ -297,7 +331,8 @@ class Reducer(ParamBuckets):
         """Rebuild the buckets in the first rank's order, and the parameters without gradients after it."""
         known = set(ready)
         order = [*ready, *(number for number in self.planned_order() if number not in known)]
-        self._rebuild_buckets(broadcast_object(self._channel, order, 0, f"{self.name}.order"))
+        name = f"{self.name}.order"
+        self._rebuild_buckets(self._channel.run(name, lambda backend: broadcast_object(backend, order, 0, name)))
         if self._assigns_views:
             for param, view in self._places(self._buckets):
                 if param.grad is not None and is_dense(param.grad):

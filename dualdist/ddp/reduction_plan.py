@@ -20,8 +20,8 @@ from dualdist.ddp.error_feedback import FeedbackBucket, FeedbackState
 from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import Backend, Work
     from dualdist.collectives.group import Group
+    from dualdist.engine.channel import Channel, Work
 
 IS_RETIRED = operator.attrgetter("is_retired")
 
@@ -41,7 +41,7 @@ class ReductionPlan:
         compressor = self.config.compressor
         self.feedback = FeedbackState(compressor) if isinstance(compressor, ErrorFeedback) else None
 
-    def make_bucket(self, bucket_index: int, channel: Backend) -> Bucket:
+    def make_bucket(self, bucket_index: int, channel: Channel) -> Bucket:
         plan, dense = self.buckets[bucket_index], self.dense.setdefault(bucket_index, set())
         if self.feedback is not None:
             return FeedbackBucket(plan, self.config, channel, dense, self.feedback)
@@ -51,7 +51,7 @@ class ReductionPlan:
     def finish(
         self,
         buckets: Sequence[Bucket],
-        channel: Backend,
+        channel: Channel,
         assign: Callable[[int, Bucket], list[tuple[int, bool]]],
         params_of: Callable[[Bucket], list[torch.Tensor | None]],
     ) -> dict[int, list[int]]:
@@ -115,12 +115,14 @@ def retire_unused(group: Group) -> None:
         return
     gc.collect()  # deleted models are in reference cycles
     is_unused = torch.tensor([plan.reducer() is None for plan in plans], dtype=torch.int32, device="cpu")
-    group.gradients.allreduce_(is_unused, "min", "gradients.unused").wait()
+    name = "gradients.unused"
+    group.gradients.run(name, lambda backend: backend.allreduce_(is_unused, "min", name))
     for plan, is_retired in zip(plans, is_unused.tolist(), strict=True):
         if is_retired:
             plan.retire()
 
 
-def allreduce_due_flags(group: Group, flags: torch.Tensor) -> Work:
+def allreduce_due_flags(group: Group, flags: torch.Tensor) -> Work[torch.Tensor]:
     """Exchange which reducers are due; the last flag says that this rank has not joined."""
-    return group.gradients.allreduce_(flags, "max", "gradients.due")
+    name = "gradients.due"
+    return group.gradients.start(name, lambda backend: backend.allreduce_(flags, "max", name))

@@ -24,6 +24,7 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import as_bytes
+from dualdist.backends.operation import Stages
 from dualdist.collectives.broadcast_state import broadcast_nested, count_running_steps, optimizer_params
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
@@ -270,7 +271,7 @@ class StateSharding:
             name = f"{self._reducer.name}.parameters"
             self._run("step of a sharded optimizer", name, lambda backend: self._exchange(backend, name))
 
-    def _run(self, kind: str, name: str, perform: Callable[[Backend], T]) -> T:
+    def _run(self, kind: str, name: str, perform: Callable[[Backend], Any]) -> Any:
         """Run `perform` once all ranks agree on the owners."""
         request = CollectiveRequest(kind, name, {"owners": self._owners_digest})
         return Collective(self._reducer.group, request, lambda backend, _: perform(backend), self._device).run()
@@ -281,8 +282,7 @@ class StateSharding:
         devices = (param.device for param in self._owners if param.device.type != "cpu")
         return next(devices, torch.device("cpu"))
 
-    @torch.no_grad()
-    def _exchange(self, backend: Backend, name: str) -> None:
+    def _exchange(self, backend: Backend, name: str) -> Stages[None]:
         """Send the parameters of each rank to the others."""
         pointers = [param.data_ptr() for param in self._owners]
         if pointers != self._pointers:  # else none has moved
@@ -296,12 +296,15 @@ class StateSharding:
                 counts = longest, longest * backend.size
                 buffers[device, longest] = [torch.empty(each, dtype=torch.uint8, device=device) for each in counts]
             own, gathered = buffers[device, longest]
-            if pieces[backend.rank]:
-                torch.cat(pieces[backend.rank], out=own[: sum(sizes[backend.rank])])
-            blocks = backend.allgather(own, f"{name}.{number}", gathered).wait().split(longest)
+            with torch.no_grad():
+                if pieces[backend.rank]:
+                    torch.cat(pieces[backend.rank], out=own[: sum(sizes[backend.rank])])
+            all_parts = yield backend.allgather(own, f"{name}.{number}", gathered)
+            blocks = all_parts.split(longest)
             received = [value for rank in others for value in blocks[rank][: sum(sizes[rank])].split(sizes[rank])]
             if received:
-                torch._foreach_copy_([piece for rank in others for piece in pieces[rank]], received)
+                with torch.no_grad():
+                    torch._foreach_copy_([piece for rank in others for piece in pieces[rank]], received)
 
     def _gather_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Put the state of all ranks in a state_dict, in CPU memory; every rank calls this."""
@@ -313,11 +316,12 @@ class StateSharding:
         owners = {number: self._owners.get(param, 0) for number, param in enumerate(params)}
         own = {key: value for key, value in state_dict["state"].items() if owners.get(key, 0) in (rank, None)}
 
-        def perform(backend: Backend) -> list[dict[Any, Any]]:
-            received = (
-                broadcast_nested(backend, own, root, self._device, f"{name}.{root}") for root in range(backend.size)
-            )
-            return [map_nested(each, torch.Tensor, lambda value: value.to("cpu", copy=True)) for each in received]
+        def perform(backend: Backend) -> Stages[list[dict[Any, Any]]]:
+            states = []
+            for root in range(backend.size):
+                received = yield from broadcast_nested(backend, own, root, self._device, f"{name}.{root}")
+                states.append(map_nested(received, torch.Tensor, lambda value: value.to("cpu", copy=True)))
+            return states
 
         states = self._run("state_dict of a sharded optimizer", name, perform)
         found = {key: value for each in states for key, value in each.items()}

@@ -19,9 +19,9 @@ from dualdist.errors import NonFiniteError
 from dualdist.utils.suggest import format_ranks
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import Backend
     from dualdist.ddp.buckets import Bucket
     from dualdist.ddp.reducer import Reducer
+    from dualdist.engine.channel import Channel
 
 NAN, INFINITE = 1, 2
 KIND_NAMES = {NAN: "NaN", INFINITE: "infinite", NAN | INFINITE: "NaN and infinite"}
@@ -84,7 +84,7 @@ class NonFiniteReport(dict[int, int]):
                 param = params[index]
                 self.add(bucket.plan.numbers[index], None if param is None else param.grad)
 
-    def exchange(self, channel: Backend) -> dict[int, list[int]]:
+    def exchange(self, channel: Channel) -> dict[int, list[int]]:
         """Return the kinds on every rank, [] for parameters beyond SHOWN; every rank of the reduction calls this."""
         if not self:
             return {}
@@ -92,7 +92,7 @@ class NonFiniteReport(dict[int, int]):
         table = torch.zeros(len(shown), channel.size, dtype=torch.int32, device="cpu")
         table[:, channel.rank] = torch.tensor(shown, dtype=torch.int32, device="cpu")
         flat = table.view(-1)
-        channel.allreduce_(flat, "max", REPORT_NAME).wait()
+        channel.run(REPORT_NAME, lambda backend: backend.allreduce_(flat, "max", REPORT_NAME))
         rows = flat.view(len(shown), channel.size).tolist()
         return {number: rows[n] if n < SHOWN else [] for n, number in enumerate(self)}
 

@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend
-from dualdist.backends.control_plane import ControlAllgather
+from dualdist.backends.control_plane import exchange
+from dualdist.backends.operation import Stages
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.errors import CollectiveError
@@ -21,12 +22,13 @@ def slow_ranks(group: Group) -> SlowRanks:
     """Return the wait times since the last call, and reset them; all ranks of the group must call this."""
     name = group.next_name("slow_ranks")
 
-    def perform(backend: Backend) -> SlowRanks:
+    def perform(backend: Backend) -> Stages[SlowRanks]:
         counted = group.wait_times or WaitTimes()
         group.wait_times = WaitTimes()
-        return summarize_waits(group.ranks, ControlAllgather(backend, counted.dumps(), name).wait())
+        return summarize_waits(group.ranks, (yield exchange(backend, counted.dumps(), name)))
 
-    return run_agreed(group, "slow_ranks", name, {}, perform)
+    found: SlowRanks = run_agreed(group, "slow_ranks", name, {}, perform)
+    return found
 
 
 def report_at_shutdown(session: Session) -> None:

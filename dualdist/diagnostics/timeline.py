@@ -37,6 +37,7 @@ from dualdist.diagnostics.trace_format import (
     TraceSpan,
     rank_events,
 )
+from dualdist.engine.channel import Transfer
 from dualdist.errors import DualdistError, UsageError
 from dualdist.utils.output_file import find_write_problem, write_atomically
 from dualdist.utils.variables import TIMELINE
@@ -104,13 +105,17 @@ class EventListener:
 
     def observe(self, group: Group) -> None:
         """Record all operations of the group, in addition to its other observers."""
-        group.observer = _chain(group.observer, functools.partial(self.operation, id(group)))
-        group.monitor.observer = _chain(group.monitor.observer, functools.partial(self.transfer, id(group)))
+        group.observers.append(functools.partial(self.record, id(group)))
 
-    def operation(self, group: int, event: str, request: CollectiveRequest | None) -> None:
-        """For Group.observer."""
-        if request is None:
-            return
+    def record(self, group: int, event: str, what: CollectiveRequest | Transfer | None) -> None:
+        """Record an event of a group: see Channel.observers."""
+        if isinstance(what, Transfer):
+            self.transfer(group, event, what)
+        elif what is not None:
+            self.operation(group, event, what)
+
+    def operation(self, group: int, event: str, request: CollectiveRequest) -> None:
+        """Record an event of a collective."""
         key, now = (group, "operation", request.kind, request.name), time.monotonic_ns()
         if event == "entered":
             self._open[key] = (now,)
@@ -123,8 +128,9 @@ class EventListener:
                 TraceSpan(COMMUNICATION, f"{request.kind} {request.name}", start_ns, now, {"what": str(request)}, parts)
             )
 
-    def transfer(self, group: int, event: str, kind: str, name: str, nbytes: int) -> None:
-        """For Monitor.observer: reductions of gradients, from start until this rank finds them done."""
+    def transfer(self, group: int, event: str, transfer: Transfer) -> None:
+        """Record an event of a reduction of gradients, from its start until this rank finds it done."""
+        kind, name, nbytes = transfer.kind, transfer.name, transfer.nbytes
         key, now = (group, "gradients", kind, name), time.monotonic_ns()
         if event == "begun":
             self._open[key] = (now,)
@@ -165,18 +171,6 @@ class EventListener:
 
         torch.autograd.backward = recorded
         return undo
-
-
-def _chain(first: Callable[..., None] | None, second: Callable[..., None] | None) -> Callable[..., None] | None:
-    """Return an observer that calls both, or the only one."""
-    if first is None or second is None:
-        return first or second
-
-    def call_both(*args: Any) -> None:
-        first(*args)
-        second(*args)
-
-    return call_both
 
 
 def measure_offsets(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple[list[ClockOffset], int]:
@@ -229,7 +223,7 @@ class TimelineWriter:
         if self._is_written:
             return
         self.listener.stop()
-        self._world.observer = self._world.monitor.observer = None
+        self._world.observers.clear()
         try:
             later, _ = measure_offsets(lambda each: allgather_object(self._world, each))
             events = self._gather_events(self._events(later[self._world.rank]))

@@ -18,6 +18,7 @@ from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.diagnostics.trace_format import process_name_event
+from dualdist.engine.channel import Transfer
 from dualdist.errors import UsageError
 from dualdist.hvd.process_sets import (
     DYNAMIC,
@@ -301,9 +302,13 @@ class HorovodTimeline:
         since_epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
         self._file.write("[\n" + json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}))
 
-    def __call__(self, event: str, request: CollectiveRequest | None) -> None:
-        """Record an event of a collective; for Group.observer."""
+    def __call__(self, event: str, request: CollectiveRequest | Transfer | None) -> None:
+        """Record an event of a collective, or of the reduction of a bucket: see Channel.observers."""
         with self._lock:
+            if isinstance(request, Transfer):
+                row = self._row(f"{request.kind}.{request.name}")
+                self._emit("B", row, name=request.kind.upper()) if event == "begun" else self._emit("E", row)
+                return
             if request is None:
                 if self._mark_cycles:
                     self._emit("i", 0, name="CYCLE_START", s="g")
@@ -315,15 +320,6 @@ class HorovodTimeline:
             elif event == "agreed":
                 self._emit("E", row)
                 self._emit("B", row, name=phase)
-            else:
-                self._emit("E", row)
-
-    def moved(self, event: str, kind: str, name: str, nbytes: int) -> None:
-        """Record the reduction of a bucket; for Monitor.observer."""
-        with self._lock:
-            row = self._row(f"{kind}.{name}")
-            if event == "begun":
-                self._emit("B", row, name=kind.upper())
             else:
                 self._emit("E", row)
 

@@ -8,12 +8,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from dualdist.backends.arithmetic import INTEGERS, Op
 from dualdist.collectives import collectives, fast_allreduce, traced_allreduce
 from dualdist.collectives.arguments import as_list
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective
-from dualdist.collectives.reductions import INTEGERS, Op
 from dualdist.ddp.join import join as join_group
 from dualdist.errors import UsageError
 from dualdist.hvd import basics

@@ -47,7 +47,7 @@ class HorovodSession:
 
     def observe(self, group: Group) -> None:
         """Show the group's events in the timeline, if there is one."""
-        session.set_observers(group, self.timeline, None if self.timeline is None else self.timeline.moved)
+        session.set_observers(group, *([] if self.timeline is None else [self.timeline]))
 
     def job_rank(self, rank: int) -> int:
         """Return the job's number of one of the ranks of hvd.init()."""

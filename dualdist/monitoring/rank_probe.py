@@ -11,12 +11,13 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dualdist.backends.base import Store
-from dualdist.errors import RendezvousError
+from dualdist.errors import CollectiveError, RendezvousError
 from dualdist.monitoring.process_state import (
     ENDED,
     NOT_RUNNING,
@@ -30,6 +31,7 @@ from dualdist.monitoring.process_state import (
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.suggest import SHOWN, format_ranks
 
+Learn = Callable[[CollectiveError], None]
 # Seconds between polls for a question, and between polls while a report is expected.
 POLL_S, POLL_SOON_S = 1.0, 0.1
 # Seconds in which every responsive rank answers, and in which all have printed the report.
@@ -86,6 +88,10 @@ class RankProbe:
         self._asked: set[int] = set()
         self._unprinted: dict[int, Deadline] = {}
         self._abandoned: tuple[float, Deadline] | None = None  # when it had last returned, and when it exits
+        self._failures: dict[str, str] = {}  # of other ranks, by scope
+        self._num_failures = 0  # that have been read
+        self._failure_lock = threading.Lock()
+        self._learners: dict[str, weakref.WeakMethod[Learn]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{OUR_THREADS}rank-probe", daemon=True)
         self._thread.start()
@@ -108,6 +114,40 @@ class RankProbe:
         self._operations.pop(thread, None)
         self._last_thread = thread
         self._returned_at = time.monotonic()
+
+    def report_failure(self, scope: str, cause: str) -> None:
+        """Let the other ranks know that this one takes part in no further operation of a scope, and why."""
+        entry = json.dumps([self.rank, scope, cause])
+
+        def report() -> None:
+            self._store.set(self._name("failure", self._store.add(f"{self._key}/failures", 1)), entry)
+
+        with contextlib.suppress(RendezvousError, TimeoutError):
+            call_within(ANSWER_S, report, lambda: RendezvousError(STORE_GONE))
+
+    def watch_failures(self, scope: str, learn: Learn) -> None:
+        """Call a method with the failure of another rank in a scope; it is not kept alive for that."""
+        self._learners[scope] = weakref.WeakMethod(learn)
+
+    def find_failure(self, scope: str) -> str | None:
+        """Return the failure that another rank has reported in a scope, or None; asks the store."""
+        with contextlib.suppress(RendezvousError, TimeoutError):
+            call_within(ANSWER_S, self._read_failures, lambda: RendezvousError(STORE_GONE))
+        return self._failures.get(scope)
+
+    def _read_failures(self) -> None:
+        with self._failure_lock:
+            while self._store.has(self._name("failure", self._num_failures + 1)):
+                self._num_failures += 1
+                rank, scope, cause = json.loads(self._store.get(self._name("failure", self._num_failures), 1.0))
+                if rank == self.rank:
+                    continue
+                text = self._failures.setdefault(scope, f"rank {rank} gave up: {cause}")
+                learner = self._learners.get(scope)
+                if learner is not None and (learn := learner()) is not None:
+                    error = CollectiveError(text)
+                    error.names_operation = True
+                    learn(error)
 
     def query(self) -> ProbeResult:
         """Return the positions of all ranks that answer; raise RendezvousError if the store is gone."""
@@ -162,6 +202,7 @@ class RankProbe:
             while not self._stop.wait(POLL_SOON_S if self._unprinted else POLL_S):
                 while self._store.has(self._name("question", self._answered + 1)):
                     self._reply(self._answered + 1)
+                self._read_failures()
                 for number in list(self._unprinted):
                     self._print_report(number)
                 self._exit_if_abandoned()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.backends.base import Backend, InitContext, Store
-    from dualdist.backends.shm.channel import HostRanks
     from dualdist.collectives.group import Group
+    from dualdist.engine.channel import Channel
 
 STORE = "dualdist.store"
 
@@ -148,7 +148,13 @@ def _open_over_backend(backend: Backend, config: SessionConfig) -> Session:
         from dualdist.backends.control_plane import broadcast_object
         from dualdist.rendezvous.store_rendezvous import serve_or_connect
 
-        exchange = BroadcastAddressExchange(lambda text: cast(str, broadcast_object(backend, text, 0, STORE)))
+        channel = unmonitored(backend, config.timeout_s)
+
+        def broadcast(text: str | None) -> str:
+            found = channel.run(STORE, lambda backend: broadcast_object(backend, text, 0, STORE))
+            return cast(str, found)
+
+        exchange = BroadcastAddressExchange(broadcast)
         known.store = serve_or_connect(exchange, topology, host_identity(config.environ), deadline)
     return _start_session(backend, known.store, config, locations)
 
@@ -173,8 +179,19 @@ def _exchange_locations(backend: Backend, config: SessionConfig) -> list[RankLoc
 
     process, host = process_state.current_process().dumps(), host_identity(config.environ)
     report = make_report(config.topology, host, backend.name, config.transport, process)
-    reports = allgather_object(backend, report.dumps(), "dualdist.places")
+    channel = unmonitored(backend, config.timeout_s)
+    reports = channel.run(
+        "exchange of locations", lambda each: allgather_object(each, report.dumps(), "dualdist.places")
+    )
     return assign_locations([RankReport.loads(text) for text in reports])
+
+
+def unmonitored(backend: Backend, timeout_s: float) -> Channel:
+    """Return a channel for the messages before a session is open."""
+    from dualdist.engine.channel import Channel
+    from dualdist.engine.monitor import Monitor
+
+    return Channel(backend, Monitor(None, backend.ranks), timeout_s)
 
 
 def _start_session(
@@ -185,7 +202,7 @@ def _start_session(
     The group of all ranks has its own connections: the program may use torch's default group while a thread uses ours.
     """
     from dualdist.collectives.group import Group
-    from dualdist.monitoring.monitored import Monitor
+    from dualdist.engine.monitor import Monitor
     from dualdist.monitoring.rank_probe import RankProbe
 
     topology, key, timeout_s = config.topology, config.key, config.timeout_s
@@ -202,25 +219,24 @@ def _start_session(
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
         opened += [] if probe is None else [probe.close]
         operations = backend.duplicate("operations")
-        exchange = open_exchange(store, f"{key}/requests", hosts, backend.ranks, backend.rank, timeout_s)
+        share_messages(operations, store, f"{key}/requests", hosts, timeout_s)
     except BaseException:
         for close in opened[::-1]:  # or the next init() would take torch's default group for the program's own
             with contextlib.suppress(DualdistError):  # the first error says more
                 close()
         raise
-    world = Group(operations, Monitor(probe, backend.ranks), backend, exchange)
+    world = Group(operations, Monitor(probe, backend.ranks, "all ranks"), timeout_s, backend)
     return Session(world, topology, config.device(topology), timeout_s, hosts, store, key)
 
 
-def open_exchange(
-    store: Store | None, key: str, hosts: Sequence[int], ranks: Sequence[int], index: int, timeout_s: float
-) -> HostRanks | None:
-    """Open the shared-memory exchange of control messages if these ranks share a host; all of them call this."""
+def share_messages(backend: Backend, store: Store | None, key: str, hosts: Sequence[int], timeout_s: float) -> None:
+    """Let messages go through shared memory if the backend's ranks share a host; all of them call this."""
+    ranks, index = backend.ranks, backend.rank
     if store is None or index < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
-        return None
-    from dualdist.backends.shm import channel
+        return
+    if backend.messenger is not None:
+        return
+    from dualdist.backends.shm.host import MESSAGE_SLOT_BYTES, connect_host
 
-    try:
-        return channel.connect_host(store, key, ranks, index, channel.SLOT_BYTES, Deadline(timeout_s))
-    except BackendUnavailableError:
-        return None  # messages go over the backend
+    with contextlib.suppress(BackendUnavailableError):  # messages go over the backend
+        backend.messenger = connect_host(store, key, ranks, index, MESSAGE_SLOT_BYTES, Deadline(timeout_s))

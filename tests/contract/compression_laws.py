@@ -290,7 +290,7 @@ def elastic_state_in_memory_keeps_what_was_not_sent() -> None:
         for has_failed in (False, True):
             if has_failed:
                 train(model, optimizer, range(2))
-                session.current().world.fail(CollectiveError("a rank was lost"))
+                session.current().world.channel.latch.fail(CollectiveError("a rank was lost"))
                 state.restore()
             dd.shutdown()
             reopen(backend)

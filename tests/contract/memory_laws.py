@@ -7,7 +7,7 @@ import torch
 from contract.oracle import law, ranks
 
 import dualdist as dd
-from dualdist.collectives.reductions import Op
+from dualdist.backends.arithmetic import Op
 
 # Complex products and 64-bit unsigned integers have code of their own.
 OPS_OF: dict[torch.dtype, tuple[Op, ...]] = {

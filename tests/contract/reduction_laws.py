@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from contract.oracle import gradients, law, law_alone, loss_of, net, raises, ranks
@@ -10,7 +11,11 @@ from torch import nn
 import dualdist as dd
 import dualdist.hvd as hvd
 from dualdist import session
-from dualdist.collectives.rank_order import RankOrderBackend
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.base import Backend
+from dualdist.backends.operation import Operation
+from dualdist.collectives.reductions import allreduce_
+from dualdist.engine.channel import Channel, Work
 from dualdist.errors import UsageError
 
 # One element, fewer than ranks, no multiple of the ranks, and more than all ways to send small tensors take.
@@ -224,28 +229,43 @@ def ordered_sparse_gradients_have_the_bits_of_rank_order() -> None:
 
 
 @law
-def ranks_of_several_hosts_reduce_through_the_first_of_each() -> None:
-    """In this one host, whose ranks are told that they are on two; also in rank order."""
+def ranks_of_several_hosts_reduce_their_slices() -> None:
+    """In this one host, whose ranks are told that they are on two, evenly or not; also in rank order."""
     if dd.transport() != "shm" or dd.size() < 4:
         return
-    parent = session.current().world._parent
+    world = session.current().world
+    parent = world._parent
     one_host = parent.hosts
-    for hosts in ([0, 0, 1, 1], [0, 1, 1, 1]):
+    for hosts in ([0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 1]):
         parent.hosts = hosts
-        backend, gathers = (parent.duplicate(f"{hosts}{what}") for what in ("", " gathers"))
-        for count in (3, 300_000):
+        channel = Channel(parent.duplicate(f"{hosts}"), world.monitor, 30.0)
+
+        def start(op: ReduceOp, tensor: torch.Tensor, channel: Channel = channel, **options: Any) -> Work[torch.Tensor]:
+            def begin(backend: Backend) -> Operation[torch.Tensor]:
+                return allreduce_(backend, tensor, op, f"{op} {tensor.numel()}", **options)
+
+            return channel.start(op, begin)
+
+        for count in (3, 5_000, 300_000, 3_000_017):
             mine = torch.full((count,), float(dd.rank()))
-            lowest = backend.allreduce_(mine.clone(), "min", f"min {count}")
-            total = backend.allreduce_(torch.empty(count), "sum", f"sum {count}", mine)
+            lowest = start("min", mine.clone())
+            total = start("sum", torch.empty(count), source=mine)
+            mean = start("mean", mine.clone())
+            assert mean.wait().unique().tolist() == [sum(ranks()) / dd.size()], "it was begun last"
             assert total.wait().unique().tolist() == [sum(ranks())]
-            assert lowest.wait().unique().tolist() == [0.0], "it was begun first, and is waited for last"
-        assert backend.allgather(torch.tensor([dd.rank()]), "gather").wait().tolist() == list(ranks())
-        ordered = RankOrderBackend(backend, gathers)
+            assert lowest.wait().unique().tolist() == [0.0]
+        for dtype in (torch.float64, torch.int32, torch.uint8):
+            mine = (torch.arange(100_003) % 7 + dd.rank()).to(dtype)
+            expected = torch.stack([(torch.arange(100_003) % 7 + rank).to(dtype) for rank in ranks()]).sum(0).to(dtype)
+            assert torch.equal(start("sum", mine).wait(), expected)
+        gathered = channel.run("gather", lambda backend: backend.allgather(torch.tensor([dd.rank()]), "gather"))
+        assert gathered.tolist() == list(ranks())
         parts = {count: [values(rank, count, torch.float32) for rank in ranks()] for count in COUNTS}
-        works = {count: ordered.allreduce_(parts[count][dd.rank()].clone(), "mean", f"{count}") for count in COUNTS}
+        works = {count: start("mean", parts[count][dd.rank()].clone(), is_ordered=True) for count in COUNTS}
         if dd.rank() % 2:
             while not all(work.done() for work in works.values()):
                 pass  # these ranks begin the second messages before they wait
         for count in reversed(COUNTS):
             assert_same_bits(works[count].wait(), in_rank_order("mean", parts[count]), count)
+        channel.backend.close()
     parent.hosts = one_host

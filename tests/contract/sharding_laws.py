@@ -450,7 +450,7 @@ def elastic_state_in_memory_follows_the_ranks() -> None:
     state.commit()
     for has_failed in (False, True):
         if has_failed:
-            session.current().world.fail(CollectiveError("a rank was lost"))
+            session.current().world.channel.latch.fail(CollectiveError("a rank was lost"))
             state.restore()
         else:
             state._gather_sharded_state()

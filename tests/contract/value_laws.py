@@ -7,7 +7,7 @@ from contract.oracle import adasum, law, raises, ranks
 
 import dualdist as dd
 from dualdist import session
-from dualdist.collectives.reductions import Op
+from dualdist.backends.arithmetic import Op
 from dualdist.errors import MismatchError, UsageError
 
 INTEGERS = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]

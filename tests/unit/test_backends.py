@@ -8,24 +8,22 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dualdist.backends import registry
-from dualdist.backends.base import Backend, ReduceOp
+from dualdist.backends.arithmetic import ReduceOp, reduce_rows
+from dualdist.backends.base import Backend
 from dualdist.backends.horovod.backend import ProcessSets
 from dualdist.backends.mpi import backend
-from dualdist.backends.mpi.backend import WAIT_BUDGET_S, split_calls, wait_budget_s
-from dualdist.backends.native.backend import NativeBackend, NativeSettings
-from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.channel import connect_host
-from dualdist.backends.shm.collectives import MIN_SLOT_BYTES, HostCollectives
+from dualdist.backends.mpi.backend import split_calls
+from dualdist.backends.native.backend import slice_starts
+from dualdist.backends.operation import Operation
 from dualdist.backends.single import SingleBackend
-from dualdist.collectives.reductions import allreduce_, reduce_rows
+from dualdist.backends.wait_budget import WAIT_BUDGET_S, budget_on
+from dualdist.collectives.reductions import allreduce_
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError, UsageError
 from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _start_session, open_session
 from dualdist.rendezvous.rank_assignment import RankLocation
 from dualdist.topology import Topology
-from dualdist.utils.deadline import Deadline
 
 CONFIG = SessionConfig(Topology(0, 1, 0, 1, 0, 1, "none", "the test"), {}, "", "key", 5.0, RendezvousStore())
 
@@ -50,14 +48,15 @@ def test_a_session_that_cannot_be_opened_closes_its_backend() -> None:
     registry._registered().pop("renamed")
 
 
-def test_the_leaders_of_hosts_wait_as_long_as_everybody() -> None:
-    store = dist.HashStore()
-    host = connect_host(TcpStore(store, "", "the test"), "key", [0], 0, MIN_SLOT_BYTES, Deadline(5.0))  # type: ignore[arg-type]
-    leaders = SingleBackend()
-    native = NativeBackend(dict, [0], 0, store, NativeSettings(), 5.0, owned=False)
-    native._host = HostCollectives(host, leaders, is_only_host=False)
-    native.timeout_s = 77.0
-    assert (host.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1000, 1 << 20, (1 << 20) + 8])
+@pytest.mark.parametrize(("slices", "size"), [(1, 1), (1, 3), (2, 2), (3, 3), (8, 8)])
+def test_slices_cover_a_block_and_begin_on_cache_lines(nbytes: int, slices: int, size: int) -> None:
+    starts = slice_starts(nbytes, slices, size)
+    assert len(starts) == size + 1
+    assert (starts[0], starts[-1]) == (0, nbytes)
+    assert starts == sorted(starts)
+    assert all(start % 64 == 0 or start == nbytes for start in starts)
+    assert starts[slices:] == [nbytes] * (size + 1 - slices), "the other ranks have none"
 
 
 def test_a_horovod_group_ends_though_a_rank_does_not_leave_and_a_failed_one_has_no_users() -> None:
@@ -96,7 +95,7 @@ def test_a_horovod_group_ends_though_a_rank_does_not_leave_and_a_failed_one_has_
 def test_a_program_waits_for_the_thread_unless_it_has_a_core(
     cores: int, everywhere: int, local_size: int, threads: int, expected: float
 ) -> None:
-    assert wait_budget_s(cores, everywhere, local_size, threads) == expected
+    assert budget_on(cores, everywhere, local_size, threads) == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 24, 25, 26, 1000])
@@ -112,6 +111,11 @@ def test_pieces_are_countable_and_together_the_tensor(
     assert all(piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for piece in pieces)
 
 
+def result_of(operation: Operation[torch.Tensor]) -> torch.Tensor:
+    assert operation.advance(0.0)
+    return operation.result
+
+
 class Crowd(SingleBackend):
     """A backend of many ranks with equal values, whose transport supports only bytes and 32-bit numbers."""
 
@@ -121,7 +125,7 @@ class Crowd(SingleBackend):
         super().__init__()
         self.size = size
 
-    def allreduce_(self, buffer, op, name):  # type: ignore[no-untyped-def]
+    def allreduce_(self, buffer, op, name, source=None):  # type: ignore[no-untyped-def]
         if op in ("sum", "product"):
             buffer.copy_(buffer * self.size if op == "sum" else buffer**self.size)
         return super().allreduce_(buffer, op, name)
@@ -132,4 +136,4 @@ class Crowd(SingleBackend):
 def test_reductions_of_equal_booleans_do_not_overflow(op: ReduceOp, size: int) -> None:
     mine = torch.tensor([True, False])
     assert reduce_rows(mine.repeat(size, 1), op).tolist() == [True, False]
-    assert allreduce_(Crowd(size), mine, op, "test").wait().tolist() == [True, False]
+    assert result_of(allreduce_(Crowd(size), mine, op, "test")).tolist() == [True, False]

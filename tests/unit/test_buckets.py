@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.backends.base import CompletedWork, ReduceOp
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.operation import Completed
 from dualdist.backends.single import SingleBackend
 from dualdist.ddp.bucket_plan import (
     BUCKET_BYTES,
@@ -22,6 +23,8 @@ from dualdist.ddp.bucket_plan import (
 )
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.compression import CASTS, GradientCompressor
+from dualdist.engine.channel import Channel
+from dualdist.engine.monitor import Monitor
 
 DTYPES = (torch.float32, torch.float16, torch.float64)
 SIZES = st.integers(min_value=1, max_value=3 * FIRST_BUCKET_BYTES)
@@ -89,12 +92,14 @@ class IdenticalRanks(SingleBackend):
         super().__init__()
         self.size = size
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> CompletedWork:
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> Completed[torch.Tensor]:
         assert op == "sum"
         sent = buffer.clone()
         for _ in range(self.size - 1):
             buffer += sent
-        return CompletedWork(buffer)
+        return Completed(buffer)
 
 
 @pytest.mark.parametrize("size", [1, 2, 128, 256, 3000])
@@ -109,7 +114,9 @@ def test_flags_survive_the_sum_over_any_number_of_ranks(
 ) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
     plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"))
-    bucket = Bucket(plan, ReducerConfig("sum", compressor), IdenticalRanks(size), set())
+    bucket = Bucket(
+        plan, ReducerConfig("sum", compressor), Channel(IdenticalRanks(size), Monitor(None, [0]), 5.0), set()
+    )
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
     bucket.values.zero_()
     bucket.launch([torch.zeros(3), sparse, None], flag)

@@ -5,17 +5,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 import dualdist
-from dualdist.backends.base import LazyDescription
 from dualdist.backends.native import store as native_store
+from dualdist.backends.operation import Operation
+from dualdist.backends.single import SingleBackend
+from dualdist.engine.channel import Channel, Transfer
+from dualdist.engine.monitor import Monitor
 from dualdist.errors import CollectiveError, RankLostError
 from dualdist.monitoring import wait_times
-from dualdist.monitoring.monitored import Monitor, MonitoredWork
 from dualdist.monitoring.process_state import (
     BUSY,
     SHOWN,
@@ -253,10 +254,17 @@ def test_leaving_a_nested_operation_returns_to_the_outer_one(enroll: Enroll) -> 
     assert locations == {"in join"}
 
 
-@pytest.mark.parametrize("method", [MonitoredWork.done, MonitoredWork.wait])
-def test_an_error_from_done_or_wait_names_the_operation(method: object) -> None:
-    broken = mock.Mock(**{f"{name}.side_effect": RankLostError("a connection broke") for name in ("done", "wait")})
-    description = LazyDescription("allreduce", "x", torch.ones(3))
-    work = MonitoredWork(broken, description, Monitor(None, [0, 1]), lambda: None)
+class Broken(Operation[None]):
+    """An operation of a transport whose connection breaks."""
+
+    def advance(self, wait_s: float) -> bool:
+        raise RankLostError("a connection broke")
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_an_error_of_an_operation_names_it(polls: bool) -> None:
+    channel = Channel(SingleBackend(), Monitor(None, [0, 1]), 5.0)
+    work = channel.start(Transfer("allreduce", "x", torch.ones(3)), lambda backend: Broken())
+    assert work.done() or not polls
     with pytest.raises(CollectiveError, match=r"allreduce 'x' of float32\(3,\): a connection broke"):
-        method(work)  # type: ignore[operator]
+        work.wait()

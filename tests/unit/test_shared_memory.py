@@ -15,17 +15,16 @@ import torch
 import torch.distributed as dist
 
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.channel import HostRanks, connect_host
-from dualdist.backends.shm.python_channel import channel_bytes
-from dualdist.backends.shm.segment import SegmentUse, open_segment, unavailable_reason
-from dualdist.errors import BackendUnavailableError, CollectiveTimeoutError, RankLostError
+from dualdist.backends.shm.host import HostRanks, connect_host, memory_bytes
+from dualdist.backends.shm.segment import open_segment, unavailable_reason
+from dualdist.errors import BackendUnavailableError
 from dualdist.utils import extension
 from dualdist.utils.deadline import Deadline
 
 FOLDER = Path("/dev/shm")
 TIMEOUT_S = 30.0
 SLOT_BYTES = 1 << 12
-PAIR_BYTES = channel_bytes(2, SLOT_BYTES)
+PAIR_BYTES = memory_bytes(2, SLOT_BYTES)
 Body = Callable[[TcpStore, int, int], Any]  # of a rank: store, place, size
 InProcesses = Callable[[int, Body], list[Any]]
 
@@ -94,11 +93,13 @@ def test_a_killed_process_is_noticed_though_its_child_lives() -> None:
         segment = open_segment(store, "key", 0, 2, PAIR_BYTES, Deadline(TIMEOUT_S))
         child = here.recv()
         assert segment.is_alive(1)
-        neighbours = HostRanks(segment, (4, 5), SLOT_BYTES, TIMEOUT_S)
-        neighbours.channel.begin_message(b"", None)
+        neighbours = HostRanks(segment, (4, 5), SLOT_BYTES)
+        message = neighbours.message(b"", None)
+        assert not message.advance(0.0)
+        assert neighbours.lost_ranks() == []
         other.kill()
-        with pytest.raises(RankLostError, match="rank 5"):
-            neighbours.finish()
+        other.join()
+        assert neighbours.lost_ranks() == [5]
         assert segment.is_alive(0)
         os.kill(child, signal.SIGKILL)
     finally:
@@ -106,31 +107,31 @@ def test_a_killed_process_is_noticed_though_its_child_lives() -> None:
         other.join()
 
 
-def wait_in_vain(store: TcpStore, place: int, size: int) -> str:
+def wait_in_vain(store: TcpStore, place: int, size: int) -> bool:
     host = connect_host(store, "key", range(size), place, SLOT_BYTES, Deadline(TIMEOUT_S))
-    host.timeout_s = 0.5
     if place == 1:
         store.get("has waited", TIMEOUT_S)
-        return ""
-    host.channel.begin_broadcast(torch.zeros(3), 0)
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        host.finish()
+        return False
+    has_ended = host.broadcast_(torch.zeros(3), 0).advance(0.5)
     store.set("has waited", "")
-    return str(caught.value)
+    return has_ended
 
 
 def test_a_wait_ends(in_processes: InProcesses) -> None:
-    assert in_processes(2, wait_in_vain) == ["not all ranks arrived within 0.5 s", ""]
+    assert in_processes(2, wait_in_vain) == [False, False]
 
 
-def use_without(switched_off: int, cores: int, store: TcpStore, place: int, size: int) -> SegmentUse:
+def use_without(switched_off: int, cores: int, store: TcpStore, place: int, size: int) -> str | bool:
+    """Return why the memory is not used, or whether its ranks may spin."""
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, sorted(before)[:cores])
         if place == switched_off:
             os.environ[extension.VARIABLE] = "1"
         extension.load.cache_clear()
-        return open_segment(store, "key", place, size, PAIR_BYTES, Deadline(TIMEOUT_S)).use
+        return open_segment(store, "key", place, size, PAIR_BYTES, Deadline(TIMEOUT_S)).may_spin
+    except BackendUnavailableError as error:
+        return str(error)
     finally:
         os.environ.pop(extension.VARIABLE, None)
         extension.load.cache_clear()
@@ -138,11 +139,13 @@ def use_without(switched_off: int, cores: int, store: TcpStore, place: int, size
 
 
 @pytest.mark.parametrize("switched_off", [0, 1])
-def test_a_rank_without_the_extension_makes_all_use_python(in_processes: InProcesses, switched_off: int) -> None:
-    uses = in_processes(2, partial(use_without, switched_off, 1))
-    assert uses == [SegmentUse(by_extension=False, may_spin=False)] * 2, "and two ranks on one core do not spin"
+def test_a_rank_without_the_extension_makes_all_leave_the_memory(in_processes: InProcesses, switched_off: int) -> None:
+    first, second = in_processes(2, partial(use_without, switched_off, 1))
+    assert first == second
+    assert "C++ extension on every rank" in str(first)
 
 
-def test_the_extension_is_used_where_all_have_it(in_processes: InProcesses) -> None:
-    uses = in_processes(2, partial(use_without, -1, len(os.sched_getaffinity(0))))
-    assert [use.by_extension for use in uses] == [extension.load() is not None] * 2
+def test_ranks_that_have_a_core_each_may_spin(in_processes: InProcesses) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert in_processes(2, partial(use_without, -1, cores)) == [cores >= 2] * 2
+    assert in_processes(2, partial(use_without, -1, 1)) == [False] * 2

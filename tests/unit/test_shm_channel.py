@@ -1,4 +1,4 @@
-"""What ranks exchange and reduce through shared memory, in C++ and in Python; the ranks are threads of this process."""
+"""What ranks exchange and reduce through shared memory; the ranks are threads of this process."""
 
 import itertools
 import mmap
@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.backends.shm.channel import FRAGMENT_BYTES, OPS, ShmMessage
-from dualdist.backends.shm.python_channel import PythonChannel, channel_bytes
+from dualdist.backends.shm.host import FRAGMENT_BYTES, OPS, HostMessage, memory_bytes
 from dualdist.utils import extension
 
 SLOT_BYTES = 1 << 15
@@ -25,16 +24,13 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
-KINDS = ["extension", "python"]
 MORE_RANKS_THAN_CORES = 2 * len(os.sched_getaffinity(0)) + 1
-Kind = Callable[..., PythonChannel]
-Body = Callable[[PythonChannel, int], Any]  # of a rank
+Kind = Callable[..., Any]  # of a channel: its memory, its rank, their number, the size of a slot
+Body = Callable[[Any, int], Any]  # of a rank
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    if request.param == "python":
-        return PythonChannel
+@pytest.fixture
+def kind() -> Kind:
     module = extension.load()
     if module is None:
         pytest.skip("the extension is not built: make setup")
@@ -43,13 +39,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 def on_ranks(kind: Kind, size: int, body: Body, slot_bytes: int = SLOT_BYTES) -> list[Any]:
     """Run a body on each of `size` ranks, which are threads; return what it returned on each."""
-    memory = mmap.mmap(-1, channel_bytes(size, slot_bytes))
+    memory = mmap.mmap(-1, memory_bytes(size, slot_bytes))
     with ThreadPoolExecutor(size) as pool:
         ranks = [pool.submit(body, kind(memory, rank, size, slot_bytes), rank) for rank in range(size)]
         return [rank.result(2 * WAIT_S) for rank in ranks]
 
 
-def finish(channel: PythonChannel) -> None:
+def finish(channel: Any) -> None:
     assert channel.advance(WAIT_S)
 
 
@@ -76,7 +72,7 @@ COUNTS = (0, 1, 7, 1000, SLOT_BYTES // 4 - 1, SLOT_BYTES // 4, SLOT_BYTES // 4 +
 def test_every_dtype_is_reduced_exactly_by_every_op(kind: Kind, size: int) -> None:
     cases = list(itertools.product(DTYPES, ("sum", "product", "min", "max"), COUNTS))
 
-    def body(channel: PythonChannel, rank: int) -> None:
+    def body(channel: Any, rank: int) -> None:
         for dtype, op, count in cases:
             tensor = whole_numbers(rank, count, dtype)
             channel.begin_allreduce(tensor, tensor, OPS.index(op))
@@ -94,7 +90,7 @@ def test_sums_and_means_round_as_torch_adds_in_rank_order_and_divides(kind: Kind
     def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
-    def body(channel: PythonChannel, rank: int) -> None:
+    def body(channel: Any, rank: int) -> None:
         for dtype, count, op in cases:
             tensor = values(rank, count, dtype)
             output = torch.full_like(tensor, torch.nan)
@@ -108,7 +104,7 @@ def test_sums_and_means_round_as_torch_adds_in_rank_order_and_divides(kind: Kind
 
 
 def test_tensors_may_begin_at_any_element(kind: Kind) -> None:
-    def body(channel: PythonChannel, rank: int) -> None:
+    def body(channel: Any, rank: int) -> None:
         for dtype, start in itertools.product((torch.uint8, torch.float32, torch.float64), (1, 3)):
             memory = whole_numbers(rank, 20_003, dtype)
             tensor = memory[start:-1]
@@ -124,7 +120,7 @@ def test_tensors_may_begin_at_any_element(kind: Kind) -> None:
 def test_an_operation_counts_as_a_change_of_its_tensor(kind: Kind) -> None:
     """Autograd must notice that a tensor which it has saved was overwritten."""
 
-    def body(channel: PythonChannel, rank: int) -> None:
+    def body(channel: Any, rank: int) -> None:
         tensor = torch.ones(5)
         for begin in (
             lambda: channel.begin_allreduce(tensor, tensor, OPS.index("sum")),
@@ -150,7 +146,7 @@ def test_operations_of_every_kind_and_size_in_any_order_keep_their_values(kind: 
     cases = [(numbers.choice(kinds), numbers.choice([1, 7, 2000, 20_000])) for _ in range(150)]
     late = [numbers.randrange(size) for _ in cases]
 
-    def body(channel: PythonChannel, rank: int) -> None:
+    def body(channel: Any, rank: int) -> None:
         for number, (what, count) in enumerate(cases):
             before = torch.arange(count, dtype=torch.float64) + number
             mine = before + rank
@@ -189,7 +185,7 @@ def test_messages_differ_by_text_and_by_the_size_of_their_payload(kind: Kind) ->
     cases = [((b"a", two), (b"a", two)), ((b"a", two), (b"b", two)), ((b"a", two), (b"a", three))]
     cases += [((b"a", two), (b"a", None)), ((b"a", None), (b"ab", None)), ((b"", None), (b"", None))]
 
-    def body(channel: PythonChannel, rank: int) -> list[bool]:
+    def body(channel: Any, rank: int) -> list[bool]:
         found = []
         for case in cases:
             channel.begin_message(*case[rank])
@@ -201,21 +197,11 @@ def test_messages_differ_by_text_and_by_the_size_of_their_payload(kind: Kind) ->
 
 
 def test_a_message_that_is_larger_than_a_slot_is_refused(kind: Kind) -> None:
-    def body(channel: PythonChannel, rank: int) -> None:
+    def body(channel: Any, rank: int) -> None:
         with pytest.raises(ValueError, match="the message is too long"):
             channel.begin_message(b"x" * SLOT_BYTES, None)
 
     on_ranks(kind, 2, body)
-
-
-class OneHost:
-    """As HostRanks, without the watch over processes."""
-
-    def __init__(self, channel: PythonChannel) -> None:
-        self.channel = channel
-
-    def finish(self) -> None:
-        finish(self.channel)
 
 
 @pytest.mark.parametrize("size", [2, MORE_RANKS_THAN_CORES])
@@ -227,10 +213,11 @@ def test_messages_of_any_length_keep_their_order(kind: Kind, size: int) -> None:
     def sent(rank: int, number: int) -> bytes:
         return b"%d.%d:" % (rank, number) + b"x" * chosen[rank][number]
 
-    def body(channel: PythonChannel, rank: int) -> None:
+    def body(channel: Any, rank: int) -> None:
         for number in range(100):
-            message = ShmMessage(OneHost(channel), sent(rank, number))  # type: ignore[arg-type]
-            assert message.wait() == [sent(other, number) for other in range(size)]
+            message = HostMessage(channel, size, sent(rank, number), None)
+            assert message.advance(WAIT_S)
+            assert message.result == [sent(other, number) for other in range(size)]
 
     on_ranks(kind, size, body, slot_bytes=1 << 10)
 
@@ -238,7 +225,7 @@ def test_messages_of_any_length_keep_their_order(kind: Kind, size: int) -> None:
 def test_a_rank_that_does_not_come_is_waited_for_without_a_core(kind: Kind) -> None:
     may_come = threading.Event()
 
-    def body(channel: PythonChannel, rank: int) -> tuple[bool, float]:
+    def body(channel: Any, rank: int) -> tuple[bool, float]:
         if rank == 1:
             may_come.wait(WAIT_S)
         channel.begin_message(b"", None)
@@ -259,7 +246,7 @@ def test_a_rank_that_does_not_come_is_waited_for_without_a_core(kind: Kind) -> N
 def test_a_signal_ends_a_wait(kind: Kind) -> None:
     """So that Python runs its handler, in the middle of an operation that goes on afterwards."""
     handled_at: list[float] = []
-    memory = mmap.mmap(-1, channel_bytes(2, SLOT_BYTES))
+    memory = mmap.mmap(-1, memory_bytes(2, SLOT_BYTES))
     first, second = (kind(memory, rank, 2, SLOT_BYTES) for rank in range(2))
     former = signal.signal(signal.SIGALRM, lambda number, frame: handled_at.append(time.monotonic()))
     try:
@@ -277,10 +264,31 @@ def test_a_signal_ends_a_wait(kind: Kind) -> None:
         assert channel.texts() == [b"first", b"second"]
 
 
-def test_an_operation_is_announced_before_it_runs(kind: Kind) -> None:
-    memory = mmap.mmap(-1, channel_bytes(2, SLOT_BYTES))
-    first, second = (kind(memory, rank, 2, SLOT_BYTES) for rank in range(2))
-    assert [first.announce(), first.announce(), second.announce()] == [1, 2, 1]
-    for channel in (first, second):
-        assert channel.have_all_announced(1)
-        assert not channel.have_all_announced(2)
+@pytest.mark.parametrize("size", [1, 2, 3, MORE_RANKS_THAN_CORES])
+def test_slices_are_reduced_and_shared_exactly(kind: Kind, size: int) -> None:
+    """Even slices, uneven ones, and one rank that has all."""
+    cases = list(itertools.product((torch.float32, torch.float64, torch.uint8), ("sum", "max"), COUNTS))
+
+    def body(channel: Any, rank: int) -> None:
+        for number, (dtype, op, count) in enumerate(cases):
+            tensor = whole_numbers(rank, count, dtype)
+            lines = -(-tensor.nbytes // 64)
+            parts = [lines * r // size for r in range(size)] if number % 3 else [lines * (r > 0) for r in range(size)]
+            starts = [*(min(tensor.nbytes, 64 * part) for part in parts), tensor.nbytes]
+            channel.begin_reduce_scatter(tensor, starts, OPS.index(op))
+            finish(channel)
+            want = expected(op, [whole_numbers(other, count, dtype) for other in range(size)])
+            own = slice(starts[rank] // dtype.itemsize, starts[rank + 1] // dtype.itemsize)
+            assert torch.equal(tensor[own], want[own]), (dtype, op, count)
+            channel.begin_share(tensor, starts)
+            finish(channel)
+            assert torch.equal(tensor, want), (dtype, op, count)
+
+    on_ranks(kind, size, body)
+
+
+def test_slices_that_do_not_fit_are_refused(kind: Kind) -> None:
+    channel = kind(mmap.mmap(-1, memory_bytes(1, SLOT_BYTES)), 0, 1, SLOT_BYTES)
+    for starts in ([0], [0, 13], [4, 0], [-1, 4]):
+        with pytest.raises(ValueError, match="the slices do not fit"):
+            channel.begin_share(torch.ones(3), starts)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import gc
 import importlib
 import importlib.util
 import socket
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 import torch
 
-from dualdist.backends.base import ConvertedWork, InitContext, ReduceOp, Store, Work, filled, peer_error, timeout_error
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.base import Backend, InitContext, Store, filled, peer_error
 from dualdist.backends.horovod.driver import INTERFACE
 from dualdist.backends.mpi import world as mpi_world
+from dualdist.backends.operation import Converted, Operation
 from dualdist.environments.horovodrun import ELASTIC, STORE_ADDRESS, STORE_PORT
 from dualdist.errors import (
     CLOSED,
@@ -130,37 +132,35 @@ def is_built_with_mpi() -> bool:
     return bool(import_horovod().mpi_built()) if record is None or record.mpi is None else record.mpi
 
 
-class HorovodWork:
+class HorovodOperation(Operation[torch.Tensor]):
     """An asynchronous operation of Horovod."""
 
-    def __init__(self, hvd: ModuleType, handle: int, timeout_s: float) -> None:
+    def __init__(self, hvd: ModuleType, handle: int) -> None:
         self._hvd = hvd
         self._handle = handle
-        self._timeout_s = timeout_s
-        self._result: torch.Tensor | None = None
+        self._state = "running"
 
-    def done(self) -> bool:
+    def advance(self, wait_s: float) -> bool:
+        if self._state == "ended":
+            return True
+        if self._state == "ending":  # synchronize() takes a handle once
+            raise CollectiveError("it was interrupted as it ended")
+        deadline = Deadline(wait_s)
         try:
-            return self._result is not None or bool(self._hvd.poll(self._handle))
+            while not self._hvd.poll(self._handle):
+                if deadline.passed():
+                    return False
+                deadline.sleep(POLL_S)
         except ValueError as error:
             raise CollectiveError(SHUT_DOWN) from error
-
-    def wait(self) -> torch.Tensor:
-        if self._result is None:
-            end = time.monotonic() + self._timeout_s
-            try:
-                while not self._hvd.poll(self._handle):
-                    if time.monotonic() >= end:
-                        raise timeout_error(self._timeout_s)
-                    time.sleep(POLL_S)
-            except ValueError as error:
-                raise CollectiveError(SHUT_DOWN) from error
-            try:
-                result = self._hvd.synchronize(self._handle)
-            except RuntimeError as error:
-                raise translate_error(error, self._timeout_s) from error
-            self._result = result[0] if isinstance(result, tuple) else result  # of an alltoall with splits
-        return self._result
+        self._state = "ending"
+        try:
+            result = self._hvd.synchronize(self._handle)
+        except RuntimeError as error:
+            raise translate_error(error) from error
+        self.result = result[0] if isinstance(result, tuple) else result  # of an alltoall with splits
+        self._state = "ended"
+        return True
 
 
 class ProcessSets:
@@ -211,15 +211,11 @@ class ProcessSets:
         call_within(timeout_s, lambda: self._hvd.remove_process_set(process_set), late)
 
 
-class HorovodBackend:
+class HorovodBackend(Backend):
     """Moves tensors through Horovod's engine, between the ranks of a process set; close() calls `leave`."""
 
     name = "horovod"
     supported_reduce_dtypes = REDUCE_DTYPES
-    traceable = False
-    done_means_all_started = True
-    mean_devices: frozenset[str] = frozenset()
-    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -244,21 +240,25 @@ class HorovodBackend:
 
     def allreduce_(
         self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
-    ) -> HorovodWork:
+    ) -> HorovodOperation:
         return self._start(self._hvd.allreduce_async_, filled(buffer, source), name=name, op=self._ops[op])
 
-    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
         work = self._start(self._hvd.allgather_async, tensor, name=name)
-        return work if output is None else ConvertedWork(work, output.copy_)
+        return work if output is None else Converted(work, output.copy_)
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> HorovodOperation:
         return self._start(self._hvd.broadcast_async_, buffer, self.ranks[root], name=name)
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> HorovodWork:
+    def alltoall(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
+    ) -> HorovodOperation:
         return self._start(self._hvd.alltoall_async, tensor, splits=list(sent), name=name)
 
     def duplicate(self, key: str) -> HorovodBackend:
-        return self  # Horovod matches operations by name
+        child = copy.copy(self)  # Horovod matches operations by name
+        child.messenger, child._leave = None, lambda: None
+        return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> HorovodBackend:
         sets, members, timeout_s = self._sets, tuple(ranks), self.timeout_s
@@ -273,20 +273,20 @@ class HorovodBackend:
         self.is_open = False
         self._leave()
 
-    def _start(self, start: Callable[..., int], *args: Any, **options: Any) -> HorovodWork:
+    def _start(self, start: Callable[..., int], *args: Any, **options: Any) -> HorovodOperation:
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         try:
             handle = start(*args, **options, process_set=self._set)
-            return HorovodWork(self._hvd, handle, self.timeout_s)
+            return HorovodOperation(self._hvd, handle)
         except (RuntimeError, ValueError) as error:
-            raise translate_error(error, self.timeout_s) from error
+            raise translate_error(error) from error
 
 
-def translate_error(error: Exception, timeout_s: float) -> Exception:
+def translate_error(error: Exception) -> Exception:
     """Return the dualdist exception for one of Horovod."""
     text = " ".join(str(error).split()).split(". ")[0]
-    if found := peer_error(text.lower(), text, timeout_s):
+    if found := peer_error(text.lower(), text):
         return found
     if "mismatched" in text.lower():
         return MismatchError(text)

@@ -6,12 +6,7 @@ are polled. MPI matches operations on a communicator by their order, which the t
 calls, so the thread has its own communicator. Best of 20, 2 ranks on 2 cores, 8 bytes and 25 MiB: Open MPI 4.1.8 1.2 us
 and 6.1 ms blocking, 1.9 us and 15.7 ms nonblocking, 4.9 us for 8 bytes by the thread; Open MPI 5.0.11 1.0 us and
 5.9 ms, 1.9 us and 15.0 ms; MPICH 4.3.2 1.4 us and 8.3 ms, 2.0 us and 9.5 ms.
-
-Note [wait budget]: a thread inside an MPI call spins. Without a core for it, it takes time from the program and, as
-the other rank spins too, from that rank: then the program waits for a while before it continues computing. It must not
-wait without limit, since another rank may need it elsewhere first (in SyncBatchNorm, with a bucket that is not full).
-Step of ResNet-18 relative to DDP, 2 ranks on 2 cores, medians of two jobs: nonblocking 1.05, thread alone 0.93 and
-0.96, thread after backward 0.88 and 0.87, with a wait budget 0.86 and 0.85, waiting without limit 0.86 and 0.86.
+How long a program waits for the thread: Note [wait budget] in backends/wait_budget.py.
 """
 
 from __future__ import annotations
@@ -25,25 +20,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualdist.backends.base import (
-    ALL_DTYPES,
-    CompletedWork,
-    ConvertedWork,
-    InitContext,
-    ReduceOp,
-    Work,
-    filled,
-    gathered,
-)
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.base import ALL_DTYPES, Backend, InitContext, filled, gathered
 from dualdist.backends.mpi import world as mpi_world
-from dualdist.backends.mpi.work import (
-    BYTES_PER_S,
-    DATATYPES,
-    MpiBlockingCall,
-    MpiCalls,
-    MpiReceive,
-    MpiRequest,
-)
+from dualdist.backends.mpi.work import DATATYPES, MpiBlockingCall, MpiCalls, MpiRequest, Running
+from dualdist.backends.operation import Completed, Converted, Operation
+from dualdist.backends.wait_budget import wait_budget_s
 from dualdist.errors import (
     CLOSED,
     CollectiveTimeoutError,
@@ -52,7 +34,6 @@ from dualdist.errors import (
     UnsupportedError,
 )
 from dualdist.utils.deadline import call_within
-from dualdist.utils.machine import machine_cores, usable_cores
 
 T = TypeVar("T")
 
@@ -60,11 +41,9 @@ T = TypeVar("T")
 LARGE_BYTES = 128 << 10
 # Elements or bytes of one call: MPI before version 4 counts in 32 bits.
 MAX_COUNT = (1 << 31) - 1
-# How long a program waits for the thread: Note [wait budget].
-WAIT_BUDGET_S = 0.02
 
 
-class MpiBackend:
+class MpiBackend(Backend):
     """Moves tensors over a nonblocking and a blocking communicator: Note [two ways to reduce].
 
     A backend of one rank, or without this process, has no communicators.
@@ -72,13 +51,15 @@ class MpiBackend:
 
     name = "mpi"
     transport = "mpi"
-    traceable = False
-    done_means_all_started = True
-    mean_devices: frozenset[str] = frozenset()
-    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(
-        self, mpi: MpiCalls | None, comms: tuple[Any, ...], ranks: Sequence[int], rank: int, timeout_s: float
+        self,
+        mpi: MpiCalls | None,
+        comms: tuple[Any, ...],
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        wait_budget_s: float = 0.0,
     ) -> None:
         self.mpi: Any = mpi
         self.ranks = tuple(ranks)
@@ -87,15 +68,18 @@ class MpiBackend:
         self.timeout_s = timeout_s
         self.supported_reduce_dtypes = frozenset(DATATYPES) if self.size > 1 else ALL_DTYPES
         self.is_open = True
-        # Until MPI no longer uses their memory, even if their caller gave up.
-        self.running: set[MpiRequest | MpiBlockingCall] = set()
+        self.wait_budget_s = wait_budget_s
         self._comms = comms
+        self._running: Running = set()
         self._calls: queue.SimpleQueue[MpiBlockingCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._children: list[MpiBackend] = []
+        self._parent: MpiBackend | None = None  # until close()
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
-        def start(given: torch.Tensor) -> Work:
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> Operation[torch.Tensor]:
+        def start(given: torch.Tensor) -> Operation[torch.Tensor]:
             mpi, pieces, (nonblocking, blocking) = self.mpi, split_calls(given), self._comms
             reduction = mpi.ops[op]
             if mpi.is_concurrent and (given.nbytes >= LARGE_BYTES or given.is_cuda):
@@ -111,12 +95,12 @@ class MpiBackend:
 
         return self._start(filled(buffer, source), start, in_place=True)
 
-    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
         target = None if tensor.is_cuda else output
         work = self._start(tensor, lambda given: self._allgather(given, target))
-        return work if output is None else ConvertedWork(work, output.copy_)
+        return work if output is None else Converted(work, output.copy_)
 
-    def _allgather(self, tensor: torch.Tensor, output: torch.Tensor | None) -> Work:
+    def _allgather(self, tensor: torch.Tensor, output: torch.Tensor | None) -> Operation[torch.Tensor]:
         mpi, comm = self.mpi, self._comms[0]
         output = gathered(tensor, self.size, output)
         if tensor.nbytes <= MAX_COUNT:
@@ -133,8 +117,8 @@ class MpiBackend:
             tensor,
         )
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
-        def start(given: torch.Tensor) -> Work:
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Operation[torch.Tensor]:
+        def start(given: torch.Tensor) -> Operation[torch.Tensor]:
             mpi, comm = self.mpi, self._comms[0]
             return self._start_requests(
                 lambda: [comm.Ibcast(mpi.bytes(piece), root) for piece in split_calls(given)], given, given
@@ -142,10 +126,12 @@ class MpiBackend:
 
         return self._start(buffer, start, in_place=True)
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
+    def alltoall(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
+    ) -> Operation[torch.Tensor]:
         return self._start(tensor, lambda given: self._alltoall(given, sent, received), same_count=False)
 
-    def _alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+    def _alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Operation[torch.Tensor]:
         """Exchange messages between pairs: MPI's alltoall has 32-bit displacements, which a single rank may exceed."""
         mpi, comm = self.mpi, self._comms[0]
         output = tensor.new_empty(sum(received))
@@ -164,8 +150,8 @@ class MpiBackend:
     def connect_peers(self) -> None:
         """See PointToPoint; MPI connects when it is needed."""
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
-        def start(given: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Operation[torch.Tensor]:
+        def start(given: torch.Tensor) -> Operation[torch.Tensor]:
             mpi, comm = self.mpi, self._comms[0]
             return self._start_requests(
                 lambda: [comm.Isend(mpi.bytes(piece), to, tag + 1) for piece in split_calls(given)], given, given
@@ -173,7 +159,7 @@ class MpiBackend:
 
         return self._start(tensor, start)
 
-    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> MpiReceive:
+    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> MpiRequest:
         """See PointToPoint; alltoall has tag 0."""
         if buffer.is_cuda or not 0 < buffer.nbytes <= MAX_COUNT:
             raise UnsupportedError(f"MPI receives 1 to {MAX_COUNT} bytes into host memory, not {buffer.nbytes}")
@@ -182,7 +168,7 @@ class MpiBackend:
         mpi, comm = self.mpi, self._comms[0]
         with mpi.calls():
             request = comm.Irecv(mpi.bytes(buffer), mpi.api.ANY_SOURCE if source is None else source, tag + 1)
-            return MpiReceive(self, request, buffer)
+            return MpiRequest(mpi, self._running, [request], buffer, buffer).keep_source()
 
     def duplicate(self, key: str) -> MpiBackend:
         return self._child(self.ranks, self.rank, lambda comm: comm.Dup())
@@ -209,11 +195,13 @@ class MpiBackend:
     def close(self) -> None:
         self.is_open = False
         atexit.unregister(self.at_exit)
-        for child in self._children:
+        for child in list(self._children):
             child.close()
-        self._children.clear()
+        parent, self._parent = self._parent, None
+        if parent is not None:
+            parent._children.remove(self)
         self._calls.put(None)
-        if self._comms and not self.running:  # or MPI still uses them
+        if self._comms and not self._running:  # or MPI still uses them
             comms = self._comms
             self._within(lambda: [comm.Free() for comm in comms], "could not free a communicator")
         self._comms = ()
@@ -226,7 +214,8 @@ class MpiBackend:
         comms = (
             self._within(lambda: self._create_comms(create), "could not create a communicator") if self._comms else ()
         )
-        child = MpiBackend(self.mpi, comms, ranks, rank, self.timeout_s)
+        child = MpiBackend(self.mpi, comms, ranks, rank, self.timeout_s, self.wait_budget_s)
+        child._parent = self
         self._children.append(child)
         return child
 
@@ -249,45 +238,45 @@ class MpiBackend:
     def _start(
         self,
         tensor: torch.Tensor,
-        start: Callable[[torch.Tensor], Work],
+        start: Callable[[torch.Tensor], Operation[torch.Tensor]],
         *,
         in_place: bool = False,
         same_count: bool = True,
-    ) -> Work:
+    ) -> Operation[torch.Tensor]:
         """Return start() of a tensor that MPI can access; an operation without data on any rank is complete at once."""
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         if self.size == 1 or (same_count and tensor.numel() == 0):
-            return CompletedWork(tensor if in_place else torch.cat([tensor] * self.size))
+            return Completed(tensor if in_place else torch.cat([tensor] * self.size))
         if not tensor.is_cuda:
             return start(tensor)
         if self.mpi.takes_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
             return start(tensor)
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        return ConvertedWork(
+        return Converted(
             start(copy),
             lambda result: (tensor if in_place else tensor.new_empty(result.shape)).copy_(result, non_blocking=True),
         )
 
-    def _start_requests(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Work:
+    def _start_requests(
+        self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor
+    ) -> Operation[torch.Tensor]:
         with self.mpi.calls():
             requests = begin()
-            return MpiRequest(self, requests, result, given) if requests else CompletedWork(result)
+            return MpiRequest(self.mpi, self._running, requests, result, given) if requests else Completed(result)
 
     def _call_in_thread(self, call: Callable[[], object], result: torch.Tensor) -> MpiBlockingCall:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_calls, name="dualdist-mpi", daemon=True)
             self._thread.start()
-        work = MpiBlockingCall(self, call, result)
-        self._calls.put(work)
-        if self.mpi.wait_budget_s:
-            work.wait_within(min(self.mpi.wait_budget_s + result.nbytes / BYTES_PER_S, self.timeout_s))
-        return work
+        operation = MpiBlockingCall(self.mpi, self._running, call, result)
+        self._calls.put(operation)
+        return operation
 
     def _run_calls(self) -> None:
-        while (work := self._calls.get()) is not None:
-            work.run()
+        while (operation := self._calls.get()) is not None:
+            operation.run()
 
 
 def split_calls(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -295,15 +284,6 @@ def split_calls(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if 0 < tensor.nbytes <= MAX_COUNT:
         return (tensor,)
     return tensor.view(-1).split(MAX_COUNT // tensor.element_size()) if tensor.nbytes else ()
-
-
-def wait_budget_s(cores: int, cores_of_machine: int, local_size: int, threads: int) -> float:
-    """Return how long a program waits for the thread, 0 if each rank has a core for it: Note [wait budget].
-
-    Ranks that may use all cores of the machine share them.
-    """
-    per_rank = cores // local_size if cores == cores_of_machine else cores
-    return 0.0 if per_rank > threads else WAIT_BUDGET_S
 
 
 def start(context: InitContext) -> MpiBackend:
@@ -321,9 +301,9 @@ def start(context: InitContext) -> MpiBackend:
         return mpi_world.start_timeout(topology, "MPI", timeout_s)
 
     api = call_within(timeout_s, lambda: mpi_world.start(topology, context.environ), late)
-    cores = usable_cores(), machine_cores()
-    mpi = MpiCalls(api, wait_budget_s(*cores, topology.local_size, torch.get_num_threads()))
-    program = MpiBackend(mpi, (api.COMM_WORLD,) * 2, range(topology.size), topology.rank, timeout_s)
+    budget_s = wait_budget_s(topology.local_size, torch.get_num_threads())
+    world = (api.COMM_WORLD,) * 2
+    program = MpiBackend(MpiCalls(api), world, range(topology.size), topology.rank, timeout_s, budget_s)
     backend = program.duplicate("")  # the program's own communicator is left unchanged
     atexit.register(backend.at_exit)
     return backend

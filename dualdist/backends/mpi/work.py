@@ -8,23 +8,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dualdist.backends.base import timeout_error
-from dualdist.errors import (
-    CLOSED,
-    CollectiveError,
-    DualdistError,
-    NotInitializedError,
-    RankLostError,
-    UnsupportedError,
-)
+from dualdist.backends.base import Receive
+from dualdist.backends.operation import Operation
+from dualdist.backends.wait_budget import BYTES_PER_S
+from dualdist.errors import CollectiveError, DualdistError, RankLostError, UnsupportedError
 from dualdist.utils.deadline import Deadline
-
-if TYPE_CHECKING:
-    from dualdist.backends.mpi.backend import MpiBackend
 
 # MPI's names of the dtypes that every MPI reduces, by every operation.
 DATATYPES = {
@@ -39,12 +31,13 @@ DATATYPES = {
     torch.int64: "INT64_T",
     torch.uint64: "UINT64_T",
 }
+# Operations until MPI no longer uses their memory, even if their caller gave up.
+Running = set[Operation[torch.Tensor]]
 OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 # A rank waits by polling, then yielding its core between polls, then sleeping between them. MPI progresses only when
 # polled, so a rank sleeps only after the time that the operation's bytes take at BYTES_PER_S.
 POLLS = 20
 BUSY_S = 0.005
-BYTES_PER_S = 500e6
 PAUSE_S = 0.0001
 CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
 
@@ -52,9 +45,8 @@ CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
 class MpiCalls:
     """The running MPI of this process. Calls are serialised unless it allows several threads."""
 
-    def __init__(self, api: Any, wait_budget_s: float) -> None:
+    def __init__(self, api: Any) -> None:
         self.api = api
-        self.wait_budget_s = wait_budget_s
         self.is_concurrent = api.Query_thread() == api.THREAD_MULTIPLE
         self.takes_cuda = self.is_concurrent and torch.cuda.is_available() and takes_cuda(api.__file__)
         self.datatypes = {dtype: getattr(api, name) for dtype, name in DATATYPES.items()}
@@ -96,103 +88,98 @@ class MpiCalls:
         return CollectiveError(f"MPI failed ({text})")
 
 
-class MpiRequest:
+class MpiRequest(Receive):
     """An operation of one or more nonblocking MPI requests."""
 
-    def __init__(self, backend: MpiBackend, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
-        self._backend = backend
+    def __init__(
+        self, mpi: MpiCalls, running: Running, requests: list[Any], result: torch.Tensor, given: torch.Tensor
+    ) -> None:
+        self.result = result
+        self._mpi = mpi
+        self._running = running
         self._requests = requests
-        self._result = result
-        self._given = given
-        self._timeout_s = backend.timeout_s
-        backend.running.add(self)  # MPI may write to its memory after a timeout
-        self._test = requests[0].Test if len(requests) == 1 else lambda: backend.mpi.api.Request.Testall(requests)
+        self._busy_s = BUSY_S + (result.nbytes + given.nbytes) / BYTES_PER_S  # of polling, before it sleeps
+        self._given = given  # MPI reads its memory
+        self._status: Any = None
+        running.add(self)
 
-    def done(self) -> bool:
+    def _has_ended(self) -> bool:
         if not self._requests:
             return True
-        mpi = self._backend.mpi
+        api = self._mpi.api
         try:
-            with mpi.lock:
-                is_finished = bool(self._test())
-        except mpi.api.Exception as error:
-            raise mpi.translate_error(error) from error
-        if is_finished:
+            with self._mpi.lock:
+                if self._status is not None:
+                    has_ended = self._requests[0].Test(self._status)
+                elif len(self._requests) == 1:
+                    has_ended = self._requests[0].Test()
+                else:
+                    has_ended = api.Request.Testall(self._requests)
+        except api.Exception as error:
+            raise self._mpi.translate_error(error) from error
+        if has_ended:
             self._requests = []
-            self._backend.running.discard(self)
-        return is_finished
+            self._running.discard(self)
+        return bool(has_ended)
 
-    def wait(self) -> torch.Tensor:
+    def advance(self, wait_s: float) -> bool:
+        if self._has_ended():
+            return True
+        if wait_s <= 0:
+            return False
         for _ in range(POLLS):
-            if self.done():
-                return self._result
-        deadline = Deadline(self._timeout_s)
-        busy_until = time.monotonic() + BUSY_S + (self._result.nbytes + self._given.nbytes) / BYTES_PER_S
-        while not self.done():
-            if time.monotonic() < busy_until:
+            if self._has_ended():
+                return True
+        began = time.monotonic()
+        deadline = Deadline(wait_s)
+        while not self._has_ended():
+            if deadline.passed():
+                self._busy_s -= time.monotonic() - began
+                return False
+            if time.monotonic() - began < self._busy_s:
                 os.sched_yield()
-            elif not self._backend.is_open:
-                raise NotInitializedError(CLOSED)
-            elif deadline.passed():
-                raise timeout_error(self._timeout_s)
             else:
                 deadline.sleep(PAUSE_S)
-        return self._result
+        return True
 
-
-class MpiReceive(MpiRequest):
-    """A receive from one rank, or from any."""
-
-    def __init__(self, backend: MpiBackend, request: Any, buffer: torch.Tensor) -> None:
-        super().__init__(backend, [request], buffer, buffer)
-        self._status = backend.mpi.api.Status()
-        self._test = lambda: request.Test(self._status)
+    def keep_source(self) -> MpiRequest:
+        """Record which rank sends, for source()."""
+        self._status = self._mpi.api.Status()
+        return self
 
     def source(self) -> int:
-        """See ReceiveWork."""
         return int(self._status.Get_source())
 
 
-class MpiBlockingCall:
+class MpiBlockingCall(Operation[torch.Tensor]):
     """An operation that the backend's thread runs by a blocking MPI call."""
 
-    def __init__(self, backend: MpiBackend, call: Callable[[], object], result: torch.Tensor) -> None:
-        self._backend = backend
+    def __init__(self, mpi: MpiCalls, running: Running, call: Callable[[], object], result: torch.Tensor) -> None:
+        self.result = result
+        self._mpi = mpi
+        self._running = running
         self._call = call
-        self._result = result
-        self._timeout_s = backend.timeout_s
         self._error: DualdistError | None = None
-        self._running = threading.Lock()
-        self._running.acquire()
-        backend.running.add(self)
+        self._has_ended = threading.Event()
+        running.add(self)
 
     def run(self) -> None:
         """Run the call, in the backend's thread."""
         try:
-            with torch.cuda.device_of(self._result):
+            with torch.cuda.device_of(self.result):
                 self._call()
-        except Exception as error:  # re-raised by wait()
-            self._error = self._backend.mpi.translate_error(error)
+        except Exception as error:  # raised by advance()
+            self._error = self._mpi.translate_error(error)
             self._error.__cause__ = error
-        self._backend.running.discard(self)
-        self._running.release()
+        self._running.discard(self)
+        self._has_ended.set()
 
-    def wait_within(self, seconds: float) -> bool:
-        """Return True once the call has returned, False after `seconds`."""
-        if not self._running.acquire(timeout=seconds):
+    def advance(self, wait_s: float) -> bool:
+        if not self._has_ended.wait(wait_s):
             return False
-        self._running.release()
-        return True
-
-    def done(self) -> bool:
-        return not self._running.locked()
-
-    def wait(self) -> torch.Tensor:
-        if not self.wait_within(self._timeout_s):
-            raise timeout_error(self._timeout_s)
         if self._error is not None:
             raise self._error
-        return self._result
+        return True
 
 
 def takes_cuda(library: str) -> bool:

@@ -2,6 +2,11 @@
 
 Gloo connects every pair of ranks. If all ranks share a host, that happens only when shared memory cannot carry an
 operation: an alltoall, or where /dev/shm is full.
+
+Note [several hosts]: a link between hosts carries each byte of an allreduce once per direction. The ranks of a host add
+up a block of the tensor in shared memory, each one slice of it; the ranks of equal index reduce their slice over the
+network; and the host shares the slices. Blocks follow each other through these three stages, so that the network is
+busy while the host adds and copies. Where hosts have different numbers of ranks, the first rank of each carries all.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import atexit
 import contextlib
 import resource
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,11 +25,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions  # private to torch: tests/unit/test_torch_private_names.py
 
-from dualdist.backends.base import AdoptedGroup, InitContext, ReduceOp, Work, filled, gathered, peer_error
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.base import (
+    AdoptedGroup,
+    Backend,
+    InitContext,
+    Receive,
+    filled,
+    gathered,
+    peer_error,
+    timeout_error,
+)
 from dualdist.backends.native import SHM_BYTES_PER_RANK, needed_open_files
 from dualdist.backends.native.store import TcpStore, first_line
-from dualdist.backends.shm.channel import connect_host
-from dualdist.backends.shm.collectives import SMALL_BYTES, HostCollectives, slot_bytes
+from dualdist.backends.operation import Operation, Staged, Stages
+from dualdist.backends.shm.host import CACHE_LINE_BYTES, HostRanks, connect_host, slot_bytes
 from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
@@ -39,6 +55,7 @@ from dualdist.utils.variables import temporary_variables
 
 ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL
 Options = TypeVar("Options")
+T = TypeVar("T")
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -63,27 +80,82 @@ USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-class NativeWork:
-    """An asynchronous operation of torch.distributed."""
+# Operations wait for as long as whoever advances them: Gloo closes all connections at the end of its own time limit.
+UNLIMITED = timedelta(days=7)
+ABANDON_S, ABANDON_TAG = 0.001, 1 << 20
+# Between hosts, smaller tensors go straight over the network.
+SMALL_BYTES = 1 << 14
+# Of a block, for each slice, and how many blocks are on the network at a time: Note [several hosts].
+SLICE_BYTES = 1 << 20
+BLOCKS_UNDER_WAY = 2
 
-    def __init__(self, work: dist.Work, result: torch.Tensor, timeout_s: float) -> None:
+
+class NativeOperation(Operation[torch.Tensor]):
+    """An asynchronous operation of torch.distributed.
+
+    On an accelerator it has ended once it is in its stream's queue: who takes the result makes the current stream wait.
+    """
+
+    def __init__(self, work: dist.Work, result: torch.Tensor) -> None:
         self._work = work
         self._result = result
-        self._timeout_s = timeout_s
+        self._has_ended = self._is_on_device = result.device.type != "cpu"
 
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def wait(self) -> torch.Tensor:
-        try:
-            self._work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise translate_error(error, self._timeout_s) from error
+    @property
+    def result(self) -> torch.Tensor:  # type: ignore[override]
+        if self._is_on_device:
+            self._work.wait()
         return self._result
 
+    def advance(self, wait_s: float) -> bool:
+        if self._has_ended:
+            return True
+        if wait_s <= 0 and not self._work.is_completed():
+            return False
+        try:
+            self._work.wait(timedelta(seconds=max(wait_s, 0.001)))
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            self._finish()
+        self._has_ended = True
+        return True
+
+    def _finish(self) -> None:
+        """Raise the error of an operation that has ended, if it has one."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise translate_error(error) from error
+
+
+class NativePeerOperation(Receive):
+    """A send or a receive. Gloo closes all connections if it does not end within `wait_s`."""
+
+    def __init__(self, work: dist.Work, result: torch.Tensor) -> None:
+        self._work = work
+        self.result = result
+
+    def advance(self, wait_s: float) -> bool:
+        if wait_s <= 0:
+            return bool(self._work.is_completed())
+        try:
+            self._work.wait(timedelta(seconds=wait_s))
+        except RuntimeError as error:
+            raise translate_error(error) from error
+        return True
+
     def source(self) -> int:
-        """Return the index of the rank that sent what this has received."""
         return self._work._source_rank()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block whose slices are on the network: Note [several hosts]."""
+
+    values: torch.Tensor
+    starts: Sequence[int]
+    on_network: Operation[torch.Tensor] | None  # of this rank's slice, if it has one
 
 
 @dataclass(frozen=True)
@@ -95,7 +167,7 @@ class NativeSettings:
     printed: set[str] = field(default_factory=set)  # messages
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """Moves tensors over process groups, and on one host through shared memory.
 
     `connect` creates the process groups, by device type, when they are first needed; close() ends them if `owned`.
@@ -105,9 +177,6 @@ class NativeBackend:
     name = "native"
     supported_reduce_dtypes = REDUCE_DTYPES
     traceable = True
-    done_means_all_started = True
-    mean_devices: frozenset[str] = frozenset()
-    rank_order_devices: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -128,71 +197,98 @@ class NativeBackend:
         self.is_open = True
         self.hosts = hosts
         self.restore_excepthook: Callable[[], None] = lambda: None
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._connect = connect
         self._connected: Mapping[str, ProcessGroup] | None = None
         self._store = store
         self._settings = settings
         self._owned = owned
-        self._host: HostCollectives | None = None
+        self._host: HostRanks | None = None
+        self._is_only_host = False
+        self._slices = 0  # of a block: Note [several hosts]
+        self._peers: NativeBackend | None = None  # the ranks that carry the same slice on the other hosts
         self._children: list[NativeBackend] = []
+        self._parent: NativeBackend | None = None  # until close()
 
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> Operation[torch.Tensor]:
+        host = self._host if self._is_only_host else None
+        if host is not None and buffer.device.type == "cpu":
+            return host.allreduce_(buffer, op, source)
+        filled(buffer, source)
+        if self._host is not None and buffer.device.type == "cpu" and buffer.nbytes > SMALL_BYTES:
+            return Staged(self._reduce_between_hosts(self._host, buffer.view(-1), op, name))
+        return self._allreduce_by_group_(buffer, op)
 
-    @timeout_s.setter
-    def timeout_s(self, value: float) -> None:
-        self._timeout_s = value
-        if self._host is not None:
-            self._host.timeout_s = value
-
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
-        host = self._host
-        if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > SMALL_BYTES):
-            return host.allreduce_(buffer, op, name, source)
-        return self._allreduce_by_group_(filled(buffer, source), op, name)
-
-    def _allreduce_by_group_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
-        options = self._with_timeout(dist.AllreduceOptions())
+    def _allreduce_by_group_(self, buffer: torch.Tensor, op: ReduceOp) -> NativeOperation:
+        options = unlimited(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(OPS[op])
         return self._start(buffer, lambda: self._group_for(buffer).allreduce([buffer], options))
 
-    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
-        host = self._host
-        if host is not None and host.is_only_host and tensor.device.type == "cpu":
+    def _reduce_between_hosts(
+        self, host: HostRanks, flat: torch.Tensor, op: ReduceOp, name: str
+    ) -> Stages[torch.Tensor]:
+        """Reduce block after block: Note [several hosts]."""
+        under_way: deque[Block] = deque()
+        for block in flat.split(self._slices * SLICE_BYTES // flat.element_size()):
+            starts = slice_starts(block.nbytes, self._slices, host.size)
+            yield host.reduce_scatter_(block, starts, op)
+            own = block.view(torch.uint8)[starts[host.index] : starts[host.index + 1]].view(block.dtype)
+            on_network = self._peers.allreduce_(own, op, name) if self._peers is not None and len(own) else None
+            under_way.append(Block(block, starts, on_network))
+            if len(under_way) > BLOCKS_UNDER_WAY:
+                yield from share_block(host, under_way.popleft())
+        while under_way:
+            yield from share_block(host, under_way.popleft())
+        return flat
+
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
+        host = self._host_for(tensor)
+        if host is not None:
             return host.allgather(tensor, output)
         output = gathered(tensor, self.size, output)
-        options = self._with_timeout(AllgatherOptions())
+        options = unlimited(AllgatherOptions())
         return self._start(output, lambda: self._group_for(tensor)._allgather_base(output, tensor, options))
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
-        host = self._host
-        if host is not None and host.is_only_host and buffer.device.type == "cpu":
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Operation[torch.Tensor]:
+        host = self._host_for(buffer)
+        if host is not None:
             return host.broadcast_(buffer, root)
-        options = self._with_timeout(dist.BroadcastOptions())
+        options = unlimited(dist.BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
         return self._start(buffer, lambda: self._group_for(buffer).broadcast([buffer], options))
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> NativeWork:
+    def alltoall(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
+    ) -> NativeOperation:
         output = tensor.new_empty(sum(received))
-        options = self._with_timeout(dist.AllToAllOptions())
+        options = unlimited(dist.AllToAllOptions())
         return self._start(
             output, lambda: self._group_for(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
         )
 
+    def _host_for(self, tensor: torch.Tensor) -> HostRanks | None:
+        """Return the ranks of this host, if they are all ranks, and the tensor is in their memory."""
+        return self._host if self._is_only_host and tensor.device.type == "cpu" else None
+
     def connect_peers(self) -> None:
         self._groups()
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> NativeWork:
-        return self._start(tensor, lambda: self._group_for(tensor).send([tensor], to, tag))
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> NativePeerOperation:
+        return NativePeerOperation(self._begin(lambda: self._group_for(tensor).send([tensor], to, tag)), tensor)
 
-    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> NativeWork:
+    def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> NativePeerOperation:
         group = self._group_for(buffer)
-        if source is None:
-            return self._start(buffer, lambda: group.recv_anysource([buffer], tag))
-        return self._start(buffer, lambda: group.recv([buffer], source, tag))
+
+        def receive() -> dist.Work:
+            work: dist.Work = (
+                group.recv_anysource([buffer], tag) if source is None else group.recv([buffer], source, tag)
+            )
+            return work
+
+        return NativePeerOperation(self._begin(receive), buffer)
 
     def duplicate(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, self.hosts)
@@ -205,16 +301,35 @@ class NativeBackend:
             return self._child(ranks, key, self.hosts)
         return NativeBackend(dict, ranks, -1, self._store, self._settings, self.timeout_s, owned=False)
 
+    def lost_ranks(self) -> Sequence[int]:
+        return () if self._host is None else self._host.lost_ranks()
+
+    def abandon(self) -> None:
+        """Leave the host's memory, and let Gloo close its connections: it does at a receive that comes too late."""
+        for backend in (self, self._peers):
+            if backend is None or not backend._owned:
+                continue
+            if backend._host is not None:
+                backend._host.close()
+            gloo = (backend._connected or {}).get("cpu")
+            if gloo is not None and gloo is not dist.group.WORLD and backend.size > 1:
+                other = (backend.rank + 1) % backend.size
+                with contextlib.suppress(RuntimeError):
+                    gloo.recv([torch.empty(1)], other, ABANDON_TAG).wait(timedelta(seconds=ABANDON_S))
+
     def built_with(self) -> dict[str, int]:
         return built_with()
 
     def close(self) -> None:
         self.is_open = False
         atexit.unregister(self.at_exit)
-        for child in self._children:
+        for child in list(self._children):
             child.close()
-        self._children.clear()
+        parent, self._parent = self._parent, None
+        if parent is not None:
+            parent._children.remove(self)
         host, self._host = self._host, None  # its memory is freed, though others may hold this
+        self.messenger = None
         if host is not None:
             host.close()
         groups = (self._connected or {}).values()
@@ -241,14 +356,15 @@ class NativeBackend:
             return self._process_groups(store, rank, len(ranks))
 
         child = NativeBackend(connect, ranks, rank, store, self._settings, self.timeout_s, hosts=hosts)
+        child._parent = self
         self._children.append(child)
         child._share_memory()
-        if child._host is None or not child._host.is_only_host or self._settings.on_gpu:
+        if not child._is_only_host or self._settings.on_gpu:
             child._groups()
         return child
 
     def _share_memory(self) -> None:
-        """Share memory between the ranks of this host if every host can, and connect the hosts' first ranks."""
+        """Share memory between the ranks of this host if every host can: Note [several hosts]."""
         if not self.hosts:
             return
         members: dict[int, list[int]] = {}
@@ -272,16 +388,23 @@ class NativeBackend:
             self._settings.printed.add(USES_GLOO)
         if not is_only_host:
             fails = torch.tensor([host is None], dtype=torch.uint8, device="cpu")
-            self._allreduce_by_group_(fails, "max", "share").wait()
+            finish(self._allreduce_by_group_(fails, "max"), deadline)
             host = None if fails.item() else host
         if host is None:
             return
-        leaders = None
-        if not is_only_host and index == 0:
-            leaders = self._child([ranks[0] for ranks in members.values()], "leaders")
-        self._host = HostCollectives(host, leaders, is_only_host=is_only_host)
-        self.done_means_all_started = is_only_host
-        self.mean_devices = self.rank_order_devices = frozenset(("cpu",) if is_only_host else ())
+        self._use_memory(host, members)
+
+    def _use_memory(self, host: HostRanks, members: Mapping[int, Sequence[int]]) -> None:
+        """Move tensors through the memory of this host, and between hosts; `members` are the ranks of each host."""
+        self._host, self._is_only_host = host, len(members) == 1
+        if self._is_only_host:
+            self.messenger, self.mean_devices = host, frozenset(("cpu",))
+            self.rank_order_devices = self.mean_devices
+        else:
+            is_even = len({len(each) for each in members.values()}) == 1
+            self._slices = host.size if is_even else 1
+            if host.index < self._slices:
+                self._peers = self._child([each[host.index] for each in members.values()], f"peers/{host.index}")
         if not self._settings.on_gpu:
             self.transport = "shm"
 
@@ -296,7 +419,7 @@ class NativeBackend:
                 options._timeout = timeout
                 groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         except RuntimeError as error:
-            raise translate_error(error, self.timeout_s) from error
+            raise translate_error(error) from error
         return groups
 
     def _groups(self) -> Mapping[str, ProcessGroup]:
@@ -307,17 +430,42 @@ class NativeBackend:
     def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:
         return self._groups().get(tensor.device.type) or self._groups()["cpu"]
 
-    def _with_timeout(self, options: Options) -> Options:
-        options.timeout = timedelta(seconds=self.timeout_s)  # type: ignore[attr-defined]
-        return options
+    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeOperation:
+        return NativeOperation(self._begin(start), result)
 
-    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
+    def _begin(self, start: Callable[[], dist.Work]) -> dist.Work:
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         try:
-            return NativeWork(start(), result, self.timeout_s)
+            return start()
         except (RuntimeError, ValueError) as error:
-            raise translate_error(error, self.timeout_s) from error
+            raise translate_error(error) from error
+
+
+def unlimited(options: Options) -> Options:
+    options.timeout = UNLIMITED  # type: ignore[attr-defined]
+    return options
+
+
+def finish(operation: Operation[T], deadline: Deadline) -> T:
+    """Return the result of an operation, before there is a channel."""
+    if not operation.advance(deadline.left_s()):
+        raise timeout_error(deadline.timeout_s)
+    return operation.result
+
+
+def share_block(host: HostRanks, block: Block) -> Stages[None]:
+    """Wait until this rank's slice of a block has been reduced over the network, and share it with the host."""
+    if block.on_network is not None:
+        yield block.on_network
+    yield host.share_(block.values, block.starts)
+
+
+def slice_starts(nbytes: int, slices: int, size: int) -> list[int]:
+    """Return where each rank's slice of a block begins, and where the last one ends; only `slices` ranks have one."""
+    lines = -(-nbytes // CACHE_LINE_BYTES)
+    starts = [min(nbytes, lines * rank // slices * CACHE_LINE_BYTES) for rank in range(slices)]
+    return starts + [nbytes] * (size + 1 - slices)
 
 
 def built_with() -> dict[str, int]:
@@ -329,10 +477,10 @@ def built_with() -> dict[str, int]:
     return {"gloo": int(dist.is_available() and dist.is_gloo_available()), "mpi": 0, "nccl": version}
 
 
-def translate_error(error: Exception, timeout_s: float) -> Exception:
+def translate_error(error: Exception) -> Exception:
     """Return the dualdist exception for one of torch.distributed."""
     text, shown = str(error).lower(), first_line(error)
-    if found := peer_error(text, shown, timeout_s):
+    if found := peer_error(text, shown):
         return found
     if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
         return UnsupportedError(f"torch.distributed cannot move this ({shown})")

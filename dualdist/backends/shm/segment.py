@@ -9,9 +9,9 @@ Note [liveness]: every process locks a byte of a second such file. Linux release
 forked children do not hold it. It is a separate file because mapping memory in Python opens and closes the file once
 more, and closing releases all of a process's locks on it.
 
-Note [one kind]: the C++ extension and its Python twin do not understand each other. So each process says whether it has
-the extension when it attaches, and all use it if all have it. They also say on which cores they may run: there is no
-point in spinning on the core of the process that one waits for.
+Note [all or none]: only the C++ extension has the fences that keep one core's writes in order for another. A process
+says whether it has the extension when it attaches, and unless all have it none uses the memory. It also says on which
+cores it may run: there is no point in spinning on the core of the process that one waits for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import fcntl
 import json
 import mmap
 import os
-import platform
 import secrets
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dualdist.errors import BackendUnavailableError, RendezvousError
@@ -37,20 +35,10 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Store
 
 FOLDER = "/dev/shm"
-# Python has no memory fences: without the extension, only these processors show one core's writes to another in order.
-ORDERED_PROCESSORS = ("x86_64", "AMD64")
 FAILED = "!"
 MAX_MESSAGE_BYTES = 1 << 16
 FLOCK = "@hhqqi0q"  # fcntl(2): struct flock
 PEER = "3i"  # unix(7): struct ucred
-
-
-@dataclass(frozen=True)
-class SegmentUse:
-    """The way in which all processes of a segment use it: Note [one kind]."""
-
-    by_extension: bool
-    may_spin: bool
 
 
 class SharedSegment:
@@ -59,7 +47,7 @@ class SharedSegment:
     def __init__(self, memory: int, locks: int, index: int, size: int) -> None:
         self.index = index
         self.size = size
-        self.use = SegmentUse(by_extension=False, may_spin=False)  # until all have attached
+        self.may_spin = False  # every process has a core; known once all have attached
         self._memory = memory
         self._locks = locks
         fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)  # Note [liveness]
@@ -102,11 +90,6 @@ def open_segment(
         segment = _create(store, key, size, nbytes, deadline, max(room, nbytes))
     else:
         segment = _attach(store, key, index, size, deadline)
-    if not segment.use.by_extension and platform.machine() not in ORDERED_PROCESSORS:
-        raise BackendUnavailableError(
-            f"a {platform.machine()} processor may reorder writes, which only dualdist's C++ extension prevents: "
-            "dualdist doctor says how to build it"
-        )
     return segment
 
 
@@ -137,10 +120,10 @@ def _create(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, 
         listener.listen(size)
         store.set(key, token)
         try:
-            segment.use = _send_files(files, listener, size - 1, deadline)
+            use = _send_files(files, listener, size - 1, deadline)
         except OSError as error:
             raise _timeout_error(size, deadline) from error
-    return segment
+    return _prepared(segment, use)
 
 
 def _create_files(size: int, nbytes: int, room: int) -> tuple[list[int], SharedSegment]:
@@ -157,7 +140,18 @@ def _create_files(size: int, nbytes: int, room: int) -> tuple[list[int], SharedS
     return files, segment
 
 
-def _send_files(files: list[int], listener: socket.socket, count: int, deadline: Deadline) -> SegmentUse:
+def _prepared(segment: SharedSegment, use: Sequence[bool]) -> SharedSegment:
+    """Return the segment once all have attached; raise BackendUnavailableError unless all have the extension."""
+    all_have_extension, segment.may_spin = use
+    if not all_have_extension:
+        raise BackendUnavailableError(
+            "shared memory needs dualdist's C++ extension on every rank, and a rank of this host does not use it: "
+            "dualdist doctor says how to build it"
+        )
+    return segment
+
+
+def _send_files(files: list[int], listener: socket.socket, count: int, deadline: Deadline) -> list[bool]:
     """Send the files to `count` processes of this user; once all have attached, tell them how to use the memory."""
     peers: list[socket.socket] = []
     offers = [_offer()]
@@ -175,9 +169,9 @@ def _send_files(files: list[int], listener: socket.socket, count: int, deadline:
                 raise RendezvousError("a rank of this host ended while it attached to the memory")
             offers.append(json.loads(offer))
         cores = {core for _, cores in offers for core in cores}
-        use = SegmentUse(all(has_extension for has_extension, _ in offers), len(cores) >= len(offers))
+        use = [all(has_extension for has_extension, _ in offers), len(cores) >= len(offers)]
         for peer in peers:
-            peer.sendall(json.dumps([use.by_extension, use.may_spin]).encode())
+            peer.sendall(json.dumps(use).encode())
     return use
 
 
@@ -201,8 +195,7 @@ def _attach(store: Store, key: str, index: int, size: int, deadline: Deadline) -
                 raise RendezvousError("the first rank of this host ended while the others attached to its memory")
         except (OSError, IndexError) as error:
             raise RendezvousError(f"cannot attach to the memory of this host's first rank ({error})") from error
-    segment.use = SegmentUse(*json.loads(use))
-    return segment
+    return _prepared(segment, json.loads(use))
 
 
 def _offer() -> tuple[bool, list[int]]:

@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import reduce
 from multiprocessing.connection import Client, Connection, Listener
 
 import torch
 
-from dualdist.backends.base import InitContext, ReduceOp, Store, Work, filled, gathered
+from dualdist.backends.arithmetic import ReduceOp
+from dualdist.backends.base import Backend, InitContext, Store, filled, gathered
 from dualdist.backends.control_plane import as_bytes
+from dualdist.backends.operation import Operation
 from dualdist.backends.registry import BackendSpec
 from dualdist.errors import CLOSED, CollectiveTimeoutError, NotInitializedError, RankLostError
 
 REDUCE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
-class SocketWork:
-    """An operation in the channel's thread."""
+class SocketOperation(Operation[torch.Tensor]):
+    """An operation in the backend's thread."""
 
     def __init__(self, future: Future[torch.Tensor]) -> None:
         self._future = future
 
-    def done(self) -> bool:
-        return self._future.done()
+    def advance(self, wait_s: float) -> bool:
+        if not wait([self._future], wait_s).done:
+            return False
+        self.result = self._future.result()
+        return True
 
-    def wait(self) -> torch.Tensor:
-        return self._future.result()
 
-
-class SocketBackend:
+class SocketBackend(Backend):
     """Moves tensors in the order of the calls, in one thread; every reduction is an allgather first."""
 
     name = "sockets"
     transport = "tcp"
     supported_reduce_dtypes = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
-    traceable = False
-    done_means_all_started = True
-    mean_devices: frozenset[str] = frozenset()
     rank_order_devices = frozenset(("cpu",))
 
     def __init__(self, store: Store, key: str, ranks: Sequence[int], job_rank: int, timeout_s: float) -> None:
@@ -77,13 +76,17 @@ class SocketBackend:
             raise RankLostError("another rank ended or its connection broke") from error
         return received
 
-    def _submit(self, outgoing: Sequence[torch.Tensor], finish: Callable[[list[torch.Tensor]], torch.Tensor]) -> Work:
+    def _submit(
+        self, outgoing: Sequence[torch.Tensor], finish: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> Operation[torch.Tensor]:
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         timeout_s = self.timeout_s
-        return SocketWork(self._thread.submit(lambda: finish(self._exchange(outgoing, timeout_s))))
+        return SocketOperation(self._thread.submit(lambda: finish(self._exchange(outgoing, timeout_s))))
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None) -> Work:
+    def allreduce_(
+        self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
+    ) -> Operation[torch.Tensor]:
         filled(buffer, source)
 
         def finish(received: list[torch.Tensor]) -> torch.Tensor:
@@ -91,7 +94,7 @@ class SocketBackend:
 
         return self._submit([buffer] * self.size, finish)
 
-    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Work:
+    def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
         target = gathered(tensor, self.size, output)
 
         def finish(received: list[torch.Tensor]) -> torch.Tensor:
@@ -99,7 +102,7 @@ class SocketBackend:
 
         return self._submit([tensor] * self.size, finish)
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Operation[torch.Tensor]:
         outgoing = [buffer if self.rank == root else buffer.new_empty(0)] * self.size
 
         def finish(received: list[torch.Tensor]) -> torch.Tensor:
@@ -108,7 +111,9 @@ class SocketBackend:
 
         return self._submit(outgoing, finish)
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
+    def alltoall(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
+    ) -> Operation[torch.Tensor]:
         return self._submit(tensor.split(list(sent)), lambda blocks: torch.cat(blocks).view(tensor.dtype))
 
     def duplicate(self, key: str) -> SocketBackend:
@@ -116,9 +121,6 @@ class SocketBackend:
 
     def subgroup(self, ranks: Sequence[int], key: str) -> SocketBackend:
         return SocketBackend(self._store, f"{self._key}/{key}", ranks, self._job_rank, self.timeout_s)
-
-    def built_with(self) -> dict[str, int]:
-        return {"gloo": 0, "mpi": 0, "nccl": 0}
 
     def close(self) -> None:
         self.is_open = False

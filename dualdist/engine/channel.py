@@ -1,0 +1,606 @@
+"""A channel: the operations of one backend, in the order in which all ranks begin them.
+
+Note [who advances]: an operation moves when somebody advances it: a program that waits, a hook of backward that does
+not wait, or the channel's progress thread, one thread at a time. All of them advance the first operation of the queue.
+
+Note [failures]: whatever leaves an operation that had begun to send, also an interrupt, closes the latch: this rank
+begins no operation on the channel any more, and its connections are broken, so that the other ranks stop waiting for
+it. They find the reason in the job's store. So all ranks raise at this operation or at the next one, and no message is
+ever taken for another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from dualdist.backends.base import Backend, timeout_error
+from dualdist.backends.operation import Operation, Staged, Stages
+from dualdist.backends.wait_budget import BYTES_PER_S
+from dualdist.engine.monitor import Monitor
+from dualdist.errors import (
+    CLOSED,
+    CollectiveError,
+    DualdistError,
+    MismatchError,
+    NotInitializedError,
+    RankLostError,
+    TrainingError,
+    UnsupportedError,
+    UsageError,
+)
+from dualdist.monitoring.failed_exit import exit_if_continued
+from dualdist.monitoring.process_state import OUR_THREADS
+from dualdist.utils.deadline import Deadline
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+# Of the allreduce of a bucket: its optimizer, layout and index, and its elements without the flags.
+BUCKET_NAME = re.compile(r"gradients\.\d+\.\d+\.(\d+)/(\d+)")
+# Longest time in C++ code, after which signals, lost ranks and limits are looked at.
+SLICE_S = 0.2
+# Seconds that close() waits for the progress thread.
+DRAIN_S = 2.0
+Observer = Callable[[str, Any], None]
+# Errors that are raised on all ranks alike, or before anything was sent: the channel goes on.
+HARMLESS = (MismatchError, UnsupportedError, UsageError, TrainingError)
+
+
+class Latch:
+    """Whether this rank may begin operations between some ranks: not after one has failed. Note [failures].
+
+    Attributes:
+        failure: Why this rank begins no more operations.
+        has_told: The other ranks know, and operations that are still under way will not end.
+    """
+
+    def __init__(self, backend: Backend, monitor: Monitor, timeout_s: float) -> None:
+        self.failure: BaseException | None = None
+        self.has_told = False
+        self.is_open = True
+        self._backends = [backend]
+        self._monitor = monitor
+        self._timeout_s = timeout_s
+        self._refused_since = 0.0  # first call after the failure, on the monotonic clock
+        monitor.watch_failures(self.learn)
+
+    @property
+    def ignored_failure(self) -> str:
+        """Return the failure after which the program kept calling, or ""."""
+        return str(self.failure) if self._refused_since else ""
+
+    def add(self, backend: Backend) -> None:
+        """Let this backend fail together with the others."""
+        self._backends.append(backend)
+
+    def require_usable(self) -> None:
+        """Raise NotInitializedError or CollectiveError if this rank cannot begin an operation."""
+        if not self.is_open:
+            raise NotInitializedError(CLOSED)
+        if self.failure is not None:
+            self._refused_since = self._refused_since or time.monotonic()
+            exit_if_continued(self._refused_since, self._timeout_s, str(self.failure))
+            raise CollectiveError(
+                "the ranks are out of step since an operation failed; call dd.shutdown() and dd.init() on every rank, "
+                f"or start the job again. It was: {describe_cause(self.failure)}"
+            ) from self.failure
+
+    def fail(self, error: BaseException, what: object = "") -> None:
+        """Refuse all further operations here and on the other ranks, unless the error left all at the same point."""
+        if self.close(error):
+            self.tell(what)
+
+    def close(self, error: BaseException) -> bool:
+        """Refuse further operations, unless the error left all ranks at the same point; return True if it is new."""
+        if self.failure is not None or not self.is_open or isinstance(error, HARMLESS):
+            return False
+        self.failure = error
+        return True
+
+    def tell(self, what: object = "") -> None:
+        """Report the failure to the other ranks, and break the connections to them."""
+        if self.failure is None or self.has_told:
+            return
+        self.has_told = True
+        if not isinstance(self.failure, RankLostError):  # which each rank finds by itself
+            self._monitor.report_failure(describe_cause(self.failure, what))
+        for backend in self._backends:
+            backend.abandon()
+
+    def learn(self, error: CollectiveError) -> None:
+        """Fail, as another rank has."""
+        if self.failure is None and self.is_open:
+            self.failure, self.has_told = error, True
+
+
+def describe_cause(error: BaseException, what: object = "") -> str:
+    """Return the message of an error of ours, or the kind of another one, with the operation that it left."""
+    if isinstance(error, CollectiveError) and error.names_operation:
+        return f"{error}"
+    kind = f"{error}" if isinstance(error, CollectiveError) else f"{type(error).__name__} {error}".strip()
+    return f"{what}: {kind}" if str(what) else kind
+
+
+class Transfer:
+    """An operation on a tensor, as errors and observers name it."""
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        self.kind, self.name, self.nbytes = kind, name, tensor.nbytes
+        self._tensor = tensor.dtype, tuple(tensor.shape)
+
+    def __str__(self) -> str:
+        dtype, shape = str(self._tensor[0]).removeprefix("torch."), self._tensor[1]
+        if bucket := BUCKET_NAME.fullmatch(self.name):
+            return f"reduction of gradients, bucket {bucket[1]} of {bucket[2]} elements of {dtype}"
+        return f"{self.kind} {self.name!r} of {dtype}{shape}"
+
+
+class Work(Generic[T]):
+    """An operation that has been given to a channel.
+
+    Attributes:
+        is_done: The operation has ended, or failed.
+        error: Why it failed.
+    """
+
+    def __init__(
+        self, channel: Channel, what: object, begin: Callable[[Backend], Operation[T]], timeout_s: float
+    ) -> None:
+        self.what = what
+        self.timeout_s = timeout_s
+        self.operation: Operation[T] | None = None  # until it may begin
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.on_end: Callable[[], None] | None = None  # called once, by the thread that ends it
+        self._begin: Callable[[Backend], Operation[T]] | None = begin
+        self._channel = channel
+
+    def begin(self, backend: Backend) -> Operation[T]:
+        """Begin on the transport; called once."""
+        if self._begin is None:
+            raise CollectiveError("it was interrupted as it began")
+        begin, self._begin = self._begin, None
+        self.operation = begin(backend)
+        return self.operation
+
+    def done(self) -> bool:
+        """Return True if wait() would return at once; moves what can be moved."""
+        if not self.is_done:
+            self._channel.advance()
+        return self.is_done
+
+    def wait(self) -> T:
+        """Return the result; raise CollectiveError if the operation failed."""
+        if not self.is_done:
+            self._channel.wait(self)
+        if self.error is not None:
+            raise self.error
+        assert self.operation is not None
+        return self.operation.result
+
+    def end(self, error: BaseException | None) -> None:
+        """Mark it as done."""
+        if not self.is_done:
+            self.error = error
+            self.is_done = True
+            if self.on_end is not None:
+                self.on_end()
+
+
+class Channel:
+    """One communicator's ordered queue of operations.
+
+    Args:
+        backend: moves the tensors.
+        monitor: names the operation and the missing ranks in errors.
+        timeout_s: the time for which a wait that names none may make no progress.
+        latch: shared with another channel of the same ranks, which fail together.
+        wait_budget_s: how long start() waits for what it begins: Note [wait budget]. By default the backend's.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        monitor: Monitor,
+        timeout_s: float,
+        latch: Latch | None = None,
+        wait_budget_s: float | None = None,
+    ) -> None:
+        self.backend = backend
+        self.monitor = monitor
+        self.timeout_s = timeout_s
+        self.latch = latch or Latch(backend, monitor, timeout_s)
+        if latch is not None:
+            latch.add(backend)
+        # Called with "begun" or "done" and a Transfer; a group adds the events of its collectives.
+        self.observers: list[Observer] = []
+        self.source: Callable[[], float | None] | None = None  # see attend()
+        self._wait_budget_s = backend.wait_budget_s if wait_budget_s is None else wait_budget_s
+        self._queue: deque[Work[Any]] = deque()
+        self._blocking = Work(self, "an operation that its caller performs", lambda _: Blocking(), timeout_s)
+        self._blocking.operation = Blocking()
+        self._begun = 0  # works of the queue that have begun
+        self._ended = 0
+        self._lock = threading.RLock()  # of the queue, and of what begins
+        self._turn = threading.RLock()  # of the thread that advances
+        self._changed = threading.Condition(threading.Lock())
+        self._waiters = 0
+        self._thread: threading.Thread | None = None
+        self._must_attend = False
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.backend.size
+
+    @property
+    def rank(self) -> int:
+        """This process's index among them."""
+        return self.backend.rank
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if no operation is under way."""
+        return not self._queue
+
+    def start(
+        self,
+        what: object,
+        begin: Callable[[Backend], Operation[T] | Stages[T]],
+        *,
+        timeout_s: float | None = None,
+        attended: bool = False,
+    ) -> Work[T]:
+        """Queue an operation: it begins at once, or when operations before it admit it.
+
+        Args:
+            what: describes it in errors; observers are notified of a Transfer.
+            begin: called with the backend, when all ranks may begin it.
+            timeout_s: how long a wait for it may make no progress; by default the channel's.
+            attended: let the progress thread advance it while the program computes, if it has several stages.
+
+        Raises:
+            CollectiveError: an operation has failed before.
+            UnsupportedError: the transport cannot move this; nothing was sent.
+        """
+        self.latch.require_usable()
+        work = Work(self, what, lambda backend: as_operation(begin(backend)), timeout_s or self.timeout_s)
+        if self.observers and isinstance(what, Transfer):
+            self._observe(work, what)
+        is_first = not self._queue
+        with self._lock:
+            self._queue.append(work)
+            self._begin_admitted()
+        if work.error is not None:
+            raise work.error
+        if is_first and self._wait_budget_s and self._turn.acquire(blocking=False):
+            try:
+                if self._queue and self._queue[0] is work:
+                    nbytes = what.nbytes if isinstance(what, Transfer) else 0
+                    self._advance_first(self._wait_budget_s + nbytes / BYTES_PER_S)
+            finally:
+                self._turn.release()
+        if attended and not work.is_done and work.operation is not None and not work.operation.admits_next:
+            self.attend()
+        return work
+
+    def _observe(self, work: Work[Any], transfer: Transfer) -> None:
+        """Notify the observers that a transfer begins, and of its end."""
+        observers = list(self.observers)
+        for observe in observers:
+            observe("begun", transfer)
+
+        def end() -> None:
+            for observe in observers:
+                observe("done", transfer)
+
+        work.on_end = end
+
+    def run(
+        self, what: object, begin: Callable[[Backend], Operation[T] | Stages[T]], *, timeout_s: float | None = None
+    ) -> T:
+        """Start an operation and wait for its result; an exception that leaves the wait closes the latch."""
+        work = self.start(what, begin, timeout_s=timeout_s)
+        with self.failing(what):
+            return work.wait()
+
+    @contextlib.contextmanager
+    def failing(self, what: object = "") -> Iterator[None]:
+        """Close the latch if any exception leaves the block but those that all ranks raise alike."""
+        try:
+            yield
+        except BaseException as error:
+            self.latch.fail(error, what)
+            raise
+
+    def _begin_admitted(self) -> None:
+        """Begin what the operations before it admit; called with the lock held."""
+        queue = self._queue
+        while self._begun < len(queue):
+            if self._begun and (last := queue[self._begun - 1].operation) is not None and not last.admits_next:
+                return
+            work = queue[self._begun]
+            try:
+                work.begin(self.backend)
+            except HARMLESS as error:
+                work.end(self.monitor.describe(error, work.what))
+                queue.remove(work)
+                continue
+            except BaseException as error:
+                described = self.monitor.describe(error, work.what)
+                queue.remove(work)
+                work.end(described)
+                self.latch.fail(described, work.what)
+                if described is error:
+                    raise
+                raise described from error.__cause__
+            self._begun += 1
+
+    def advance(self) -> None:
+        """Move what can be moved without waiting, unless another thread advances."""
+        if self._queue and self._turn.acquire(blocking=False):
+            try:
+                while self._queue and self._advance_first(0.0):
+                    pass
+            finally:
+                self._turn.release()
+
+    def _advance_first(self, wait_s: float) -> bool:
+        """Advance the first operation; return True if it has ended. Called by the thread whose turn it is."""
+        work = self._queue[0]
+        if not work.is_done:
+            try:
+                if work.operation is None:  # those before it have ended
+                    with self._lock:
+                        self._begin_admitted()
+                    return not self._queue or self._queue[0] is not work
+                if not work.operation.advance(wait_s):
+                    return False
+            except Exception as error:
+                # An exception of a signal handler leaves the operation as it is: a wait may be repeated.
+                if not isinstance(error, DualdistError) and (
+                    work.operation is None or work.operation.failure is not error
+                ):
+                    raise
+                self._end_first(self.monitor.describe(error, work.what), error.__cause__)
+                return True
+            work.end(None)
+        with self._lock:
+            if self._queue and self._queue[0] is work:
+                self._queue.popleft()
+                self._begun = max(0, self._begun - 1)
+                self._ended += 1
+            self._begin_admitted()
+        if self.latch.failure is not None and not self._queue:
+            self.latch.tell()
+        self._notify()
+        return True
+
+    def _end_first(self, error: BaseException, cause: BaseException | None) -> None:
+        """Fail the first operation with this error, and, if it closes the latch, those behind it."""
+        error.__cause__ = cause
+        with self._lock:
+            first = self._queue.popleft()
+            self._begun = max(0, self._begun - 1)
+            self._ended += 1
+        self.latch.fail(error, first.what)
+        first.end(error)
+        if isinstance(error, HARMLESS):
+            with self._lock:
+                self._begin_admitted()
+        else:
+            self.abandon_all(error)
+        self._notify()
+
+    def abandon_all(self, error: BaseException) -> None:
+        """Fail all operations of the queue."""
+        with self._lock:
+            works = list(self._queue)
+            self._queue.clear()
+            self._begun = 0
+        for work in works:
+            work.end(error)
+        self._notify()
+
+    def wait(self, work: Work[T]) -> None:
+        """Wait until the work is done: the one wait loop. An exception that leaves it leaves the queue as it is.
+
+        Raises:
+            NotInitializedError: the session was closed meanwhile.
+            RankLostError: a rank has ended.
+            CollectiveError: another rank has failed.
+            CollectiveTimeoutError: nothing got on for the time limit of this work.
+        """
+        probe = self.monitor.probe
+        before = None if probe is None else probe.enter(work.what)
+        try:
+            self._wait(work)
+        except CollectiveError as error:
+            described = self.monitor.describe(error, work.what)
+            self._give_up(work, described)
+            if described is error:
+                raise
+            raise described from error.__cause__
+        finally:
+            if probe is not None:
+                probe.leave(before)
+
+    def _wait(self, work: Work[Any]) -> None:
+        deadline, progress = None, -1
+        while not work.is_done:
+            if self._turn.acquire(blocking=False):
+                try:
+                    while self._queue and not work.is_done and self._advance_first(SLICE_S):
+                        pass
+                finally:
+                    self._turn.release()
+            else:
+                self.wait_for_change(SLICE_S)
+            if work.is_done:
+                return
+            if deadline is None or progress != self._progress():
+                deadline, progress = Deadline(work.timeout_s), self._progress()
+            self.check(deadline)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise why a wait must end: the session was closed, a rank has failed or ended, or the deadline has passed."""
+        latch = self.latch
+        if not latch.is_open:
+            raise NotInitializedError(CLOSED)
+        if latch.has_told and latch.failure is not None:
+            raise CollectiveError(describe_cause(latch.failure)) from latch.failure
+        lost = self.backend.lost_ranks()
+        if lost:
+            error = RankLostError(f"rank {', '.join(map(str, lost))} called dd.shutdown() or ended")
+            error.ranks = tuple(lost)
+            raise error
+        if deadline.passed():
+            raise timeout_error(deadline.timeout_s)
+
+    def _give_up(self, work: Work[Any], error: BaseException) -> None:
+        """Fail a work that its program no longer waits for, and all behind it; those before it may still end."""
+        with self._lock:
+            works = list(self._queue)
+            behind = works[works.index(work) :] if work in works else []
+            for _ in behind:
+                self._queue.pop()
+            self._begun = min(self._begun, len(self._queue))
+        if self._queue:  # what was begun before may still end
+            self.latch.close(error)
+        else:
+            self.latch.fail(error, work.what)
+        for each in behind:
+            each.end(error)
+        self._notify()
+
+    def _progress(self) -> int:
+        first = self._queue[0].operation if self._queue else None
+        return self._ended + (0 if first is None else first.steps)
+
+    def _notify(self) -> None:
+        """Wake the threads that wait for another one's progress."""
+        if self._waiters:
+            with self._changed:
+                self._changed.notify_all()
+
+    def wait_for_change(self, seconds: float | None) -> None:
+        """Wait until another thread has ended an operation, at most for so many seconds."""
+        with self._changed:
+            self._waiters += 1
+            try:
+                self._changed.wait(seconds)
+            finally:
+                self._waiters -= 1
+
+    def enter(self) -> bool:
+        """Let this thread use the backend itself, by finish(), until leave(); False if operations are under way."""
+        if self._queue or not self._turn.acquire(blocking=False):
+            return False
+        self._queue.append(self._blocking)
+        self._begun = 1
+        return True
+
+    def leave(self) -> None:
+        """End what enter() began, if it returned True."""
+        if self._queue and self._queue[0] is self._blocking:
+            with self._lock:
+                self._queue.popleft()
+                self._begun = 0
+                if self._queue:
+                    self._begin_admitted()
+            self._turn.release()
+            if self._waiters:
+                self._notify()
+
+    def finish(self, operation: Operation[Any]) -> None:
+        """Wait for an operation that this thread has begun after enter()."""
+        if operation.advance(SLICE_S):  # mostly
+            return
+        deadline, progress = None, -1
+        while not operation.advance(SLICE_S):
+            if deadline is None or progress != operation.steps:
+                deadline, progress = Deadline(self.timeout_s), operation.steps
+            self.check(deadline)
+
+    def attend(self) -> None:
+        """Let the progress thread advance what is under way, and then what `source` begins.
+
+        `source` begins the next operation if there is one; it returns the seconds after which it wants to be asked
+        again, None if something must happen first, after which attend() is called.
+        """
+        with self._changed:
+            self._must_attend = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"{OUR_THREADS}progress", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Run the progress thread."""
+        while self.latch.is_open:
+            with self._changed:
+                if not self._must_attend:
+                    self._waiters += 1
+                    self._changed.wait()
+                    self._waiters -= 1
+                    continue
+                self._must_attend = False
+            self._advance_in_background()
+
+    def _advance_in_background(self) -> None:
+        deadline, progress = None, -1
+        while self.latch.is_open:
+            if not self._queue:
+                pause_s = None if self.source is None else self.source()
+                if not self._queue:
+                    if pause_s is None:
+                        return
+                    self.wait_for_change(pause_s)
+                    continue
+            first = self._queue[0] if self._queue else None
+            if not self._turn.acquire(blocking=False):
+                self.wait_for_change(SLICE_S)
+                continue
+            try:
+                while self._queue and self._advance_first(SLICE_S):
+                    pass
+            finally:
+                self._turn.release()
+            if first is None or not self._queue or self._queue[0] is not first or progress != self._progress():
+                deadline, progress = Deadline(self._queue[0].timeout_s if self._queue else 0.0), self._progress()
+            elif deadline is not None:
+                try:
+                    self.check(deadline)
+                except (CollectiveError, NotInitializedError) as error:
+                    self._give_up(first, self.monitor.describe(error, first.what))
+
+    def close(self) -> None:
+        """End the progress thread; what is under way fails. The latch is closed first."""
+        self._notify()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(DRAIN_S)
+        self.abandon_all(NotInitializedError(CLOSED))
+
+
+class Blocking(Operation[None]):
+    """Stands in the queue for an operation that a program performs itself: Channel.enter()."""
+
+    result = None
+    admits_next = False
+
+    def advance(self, wait_s: float) -> bool:
+        return False
+
+
+def as_operation(begun: Operation[T] | Stages[T]) -> Operation[T]:
+    """Return an operation, of stages if there are some."""
+    return Staged(begun) if isinstance(begun, Generator) else begun
