@@ -78,17 +78,16 @@ def test_every_contender_is_timed_in_every_round_and_the_slowest_rank_counts(mon
     turns = {name: lambda name=name: calls.append(name) for name in "ab"}
     barriers: list[int] = []
     monkeypatch.setattr(dd, "barrier", lambda: barriers.append(len(calls)))
-    monkeypatch.setattr(dd, "node_rank", lambda: 0)
     timings = interleave(turns, 3, 2, torch.device("cpu"), warmup=2)
     assert calls == [*"aaaaa", *"bbbbb", *"bbbbb", *"aaaaa"]
     assert barriers == [2, 7, 12, 17]  # after each warm-up
     assert {name: len(rounds) for name, rounds in timings.seconds.items()} == {"a": 2, "b": 2}
     assert len(timings.rounds) == 2
 
-    def timings(node: int, seconds: float, cpu_s: float) -> RankTimings:
-        return RankTimings(node, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
+    def timings(machine: str, seconds: float, cpu_s: float) -> RankTimings:
+        return RankTimings(machine, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
 
-    found = merge_ranks([timings(0, 1.0, 0.25), timings(0, 3.0, 0.5), timings(1, 2.0, 0.125)])
+    found = merge_ranks([timings("a", 1.0, 0.25), timings("a", 3.0, 0.5), timings("b", 2.0, 0.125)])
     assert found == {"seconds": {"a": [3.0]}, "cpu_s": {"a": [0.875]}, "foreign_cores": [1.875]}
 
 
