@@ -17,11 +17,13 @@ import pytest
 import torch
 
 import dualdist as dd
+from dualdist.backends.registry import Availability
 from dualdist.bench import scale, startup
 from dualdist.bench.jobs import (
     FOREIGN,
     METHODS,
     AllreduceOptions,
+    MachineFacts,
     MeasurementSettings,
     PlannedJob,
     RunConfig,
@@ -29,6 +31,7 @@ from dualdist.bench.jobs import (
     TrainOptions,
     parse_configs,
     program_command,
+    refusal_reasons,
     run_job,
     worker_command,
 )
@@ -326,6 +329,17 @@ def test_a_slow_link_has_a_torchrun_at_each_end() -> None:
     assert built.env["DUALDIST_TRANSPORT"] == "gloo"
     alone = program_command(RunConfig("auto", None, "python"), ("x.py",), replace(settings, ranks=1))
     assert "dualdist.bench.slow_link" not in alone.argv
+
+
+def test_a_slow_link_needs_torchrun_and_shared_memory_two_ranks_on_a_host() -> None:
+    backends = dict.fromkeys(("native", "horovod"), Availability(True, None, ""))
+    facts = MachineFacts(0, "cpu", backends, is_in_slurm=False)
+    shm, mpirun = RunConfig("native", "shm", "torchrun"), RunConfig("native", None, "mpirun")
+    for ranks, refused in ((2, {shm, mpirun}), (3, {mpirun})):
+        configs = [shm, mpirun, *parse_configs("native,native:gloo", None)]
+        found = refusal_reasons(configs, MeasurementSettings(ranks, SITE, slow_link="1gbit"), facts)
+        assert found.keys() == refused
+        assert all("shm needs two ranks on one" in reason for reason in found.values())
 
 
 @pytest.mark.parametrize(
