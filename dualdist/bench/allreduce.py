@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.bench.jobs import AllreduceOptions, Done, MeasurementSettings, PlannedJob, RunConfig, worker_command
-from dualdist.bench.report import ReportTable, format_size, format_us
+from dualdist.bench.report import ReportTable, format_ranks, format_size, format_us
+from dualdist.bench.slow_link import link_bytes_s
 from dualdist.bench.statistics import bootstrap_median, machine_noise, pooled_median, time_difference, time_ratio
 
 RAW_CALLS = {"dualdist_": "raw_", "dualdist": "raw"}  # the raw call that each is compared with
@@ -51,20 +52,22 @@ def plan_jobs(
             yield PlannedJob(f"allreduce on {settings.ranks} ranks, {config}", command, (file,), tags)
 
 
-def summarize(done: Done) -> list[dict[str, Any]]:
-    """Return one result per configuration and number of ranks."""
+def summarize(done: Done, slow_link: str | None = None) -> list[dict[str, Any]]:
+    """Return one result per configuration and number of ranks; `slow_link` is the link's rate."""
     groups: dict[tuple[RunConfig, int], list[dict[str, Any]]] = {}
     for planned, reports in done:
         groups.setdefault((planned.tags["config"], planned.tags["ranks"]), []).extend(reports)
-    return [_result(reports) for reports in groups.values()]
+    return [_result(reports, slow_link) for reports in groups.values()]
 
 
-def _result(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(reports: list[dict[str, Any]], slow_link: str | None) -> dict[str, Any]:
     first = reports[0]
     foreign = [[value for size in report["sizes"] for value in size["foreign_cores"]] for report in reports]
     samples = [size["seconds"]["raw_"] for report in reports for size in report["sizes"]]
     return {
-        **{name: first[name] for name in ("ranks", "backend", "transport", "launcher", "device", "threads", "library")},
+        "link": None if slow_link is None else {"rate": slow_link, "gb_s": link_bytes_s(slow_link) / 1e9},
+        **{name: first[name] for name in ("ranks", "num_nodes", "backend", "transport")},
+        **{name: first[name] for name in ("launcher", "device", "threads", "library")},
         "rounds": first["options"]["rounds"],
         "launches": len(reports),
         "noise": machine_noise(foreign, samples),
@@ -96,10 +99,16 @@ def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
 def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
     """Yield one table per result and kind of call."""
     for result in results:
-        library = result["library"]
+        library, link = result["library"], result["link"]
+        notes = [FORMULAS, f"machine: {result['noise']['summary']}"]
+        if link is not None:
+            notes.append(
+                f"link: {link['rate']} in each direction; an allreduce between two hosts moves each byte once in each, "
+                f"at least, so its algorithm bandwidth is {link['gb_s']:.3g} GB/s at most"
+            )
         for name, raw in RAW_CALLS.items():
             yield ReportTable(
-                f"allreduce {KINDS[name]}, float32 sum, {result['ranks']} ranks, {result['backend']} over "
+                f"allreduce {KINDS[name]}, float32 sum, {format_ranks(result)}, {result['backend']} over "
                 f"{result['transport']}, {result['launcher']}, {result['device']}, {result['threads']} thread(s) "
                 f"per rank, {result['launches']} launch(es) of {result['rounds']} rounds",
                 (
@@ -107,7 +116,7 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
                     *("ratio", "95% ", "alg GB/s", "bus GB/s", f"{library} bus"),
                 ),
                 tuple(_row(size, name, raw) for size in result["sizes"]),
-                (FORMULAS, f"machine: {result['noise']['summary']}"),
+                tuple(notes),
             )
 
 

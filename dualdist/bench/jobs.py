@@ -255,8 +255,8 @@ def _reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFac
     for launcher in (None, config.launcher):
         options: Any = {"ranks": settings.ranks, "horovod_has_mpi": facts.backends["horovod"].mpi}
         yield from (message for _, message in find_conflicts(launcher, config.backend, config.transport, **options))
-    if settings.slow_link and (config.launcher != LAUNCHER or config.transport == "shm"):
-        yield f"with --slow-link ranks are on two hosts, and started by {LAUNCHER}"
+    if settings.slow_link and (config.launcher != LAUNCHER or (config.transport == "shm" and settings.ranks < 3)):
+        yield f"with --slow-link ranks are on two hosts (shm needs two ranks on one), and started by {LAUNCHER}"
     installed = facts.backends[config.backend]
     if not installed.available:
         yield installed.reason

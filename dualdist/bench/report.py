@@ -132,6 +132,12 @@ def failure_table(column: str, failures: Sequence[tuple[str, str]]) -> ReportTab
     return ReportTable("Not measured", (column, "reason"), rows, text_columns=2)
 
 
+def format_ranks(result: Mapping[str, Any]) -> str:
+    """Return "4 ranks", or "4 ranks on 2 hosts" if a result is of several."""
+    hosts = f" on {result['num_nodes']} hosts" if result["num_nodes"] > 1 else ""
+    return f"{result['ranks']} ranks{hosts}"
+
+
 def format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 

@@ -1,4 +1,4 @@
-"""A slow network on one machine, for `dualdist compare --slow-link 100mbit`: half of the ranks are at its other end.
+"""A slow network on one machine, for `--slow-link 100mbit` of `compare` and `bench`: half of the ranks are behind it.
 
     python -m dualdist.bench.slow_link RATE [COMMAND COMMAND]
 
@@ -22,6 +22,7 @@ from dualdist.launch.job import Command, Host, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import build_commands
 
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]bit")
+BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 LAUNCHER = "torchrun"  # of which one agent on each side can be started without ssh
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
@@ -44,6 +45,11 @@ def require_slow_link(rate: str, site: Site) -> None:
     tried = subprocess.run([*_argv(site, rate)], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
         raise UsageError(f"--slow-link {rate} does not work here: {(tried.stdout + tried.stderr).strip()}")
+
+
+def link_bytes_s(rate: str) -> float:
+    """Return how many bytes a link of this rate carries in a second, in each direction."""
+    return float(rate[: -len("mbit")]) * BITS[rate[-len("mbit")]] / 8
 
 
 def wrap_in_slow_link(job: Job, site: Site, rate: str) -> Command:

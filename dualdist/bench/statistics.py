@@ -179,8 +179,8 @@ def foreign_cores(ranks: Sequence[CpuUse]) -> float | None:
     return max(0.0, first.machine_s - sum(rank.own_s for rank in ranks)) / first.window_s
 
 
-def max_foreign_cores(uses: Sequence[tuple[int, CpuUse]]) -> float | None:
-    """Return the foreign CPU use of the most loaded node, from (node rank, CPU use) of every rank."""
+def max_foreign_cores(uses: Sequence[tuple[int | str, CpuUse]]) -> float | None:
+    """Return the foreign CPU use of the most loaded node, from (node, CPU use) of every rank."""
     nodes = {node for node, _ in uses}
     found = [foreign_cores([use for node, use in uses if node == chosen]) for chosen in nodes]
     return max((cores for cores in found if cores is not None), default=None)

@@ -20,7 +20,8 @@ from dualdist.bench.jobs import (
     check_method,
     worker_command,
 )
-from dualdist.bench.report import ReportTable, format_ms
+from dualdist.bench.report import ReportTable, format_ms, format_ranks
+from dualdist.bench.slow_link import link_bytes_s
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_ratio
 from dualdist.errors import UsageError
 
@@ -28,6 +29,8 @@ DEFAULT_METHODS = ("none", "ddp", "ddp_view", DUALDIST, "naive")
 # Fewer, as Horovod's idle engine slows other communication in the same process.
 METHODS_ON_HOROVOD = ("none", "ddp", DUALDIST, "hvd")
 SENT_NOTE = "sent: gradients that a rank gives to the reduction in a step, as they are sent"
+# A baseline that is computed: the longer of a step without communication and the time of the gradients on the link.
+LINK_BOUND = "link_bound"
 MEMORY_NOTE = "peak memory: of one process with this contender alone, minus its memory before init"
 
 
@@ -71,8 +74,8 @@ def plan_jobs(
         yield PlannedJob(title, command, tuple(reports), tags)
 
 
-def summarize(done: Done) -> list[dict[str, Any]]:
-    """Return one result per model and configuration, in the order of measurement."""
+def summarize(done: Done, slow_link: str | None = None) -> list[dict[str, Any]]:
+    """Return one result per model and configuration, in the order of measurement; `slow_link` is the link's rate."""
     groups: dict[tuple[str, RunConfig], list[dict[str, Any]]] = {}
     peaks: dict[tuple[str, RunConfig, str], int | None] = {}
     for planned, reports in done:
@@ -83,21 +86,30 @@ def summarize(done: Done) -> list[dict[str, Any]]:
             known = [report["peak_bytes"] for report in reports if report["peak_bytes"] is not None]
             peaks[key[0], key[1], planned.tags["contenders"][0]] = max(known, default=None)
     return [
-        _result(model, reports, {name: peaks.get((model, config, name)) for name in reports[0]["seconds"]})
+        _result(model, reports, {name: peaks.get((model, config, name)) for name in reports[0]["seconds"]}, slow_link)
         for (model, config), reports in groups.items()
     ]
 
 
-def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | None]) -> dict[str, Any]:
+def _result(
+    model: str, reports: list[dict[str, Any]], peaks: dict[str, int | None], slow_link: str | None
+) -> dict[str, Any]:
     names = list(reports[0]["seconds"])
     seconds = {name: [report["seconds"][name] for report in reports] for name in names}
     foreign = [report["foreign_cores"] for report in reports]
-    baselines = [name for name in BASELINES if name in names]
-    noise = machine_noise(foreign, seconds[baselines[0] if baselines else names[0]])
+    baselines = {name: seconds[name] for name in BASELINES if name in names}
+    noise = machine_noise(foreign, next(iter(baselines.values()), seconds[names[0]]))
     first = reports[0]
+    link = None
+    if slow_link is not None:
+        link = {"rate": slow_link, "gradient_s": first["gradient_bytes"] / link_bytes_s(slow_link)}
+        if "none" in names:
+            baselines[LINK_BOUND] = [[max(each, link["gradient_s"]) for each in rounds] for rounds in seconds["none"]]
     return {
         "model": model,
-        **{name: first[name] for name in ("ranks", "backend", "transport", "launcher", "device", "threads")},
+        "link": link,
+        **{name: first[name] for name in ("ranks", "num_nodes", "backend", "transport")},
+        **{name: first[name] for name in ("launcher", "device", "threads")},
         **{name: first[name] for name in ("parameters", "tensors", "gradient_bytes")},
         "batch": first["options"]["batch"] or MODELS[model].batch,
         "image_size": first["options"]["image_size"] if "resnet" in model else None,
@@ -116,9 +128,9 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
                 "identical_across_ranks": all(report["identical_across_ranks"][name] for report in reports),
                 "max_difference": max((report["max_difference"].get(name, 0.0) for report in reports), default=0.0),
                 "ratios": {
-                    baseline: time_ratio(seconds[name], seconds[baseline], foreign)
-                    for baseline in baselines
-                    if baseline != name
+                    baseline: time_ratio(seconds[name], rounds, foreign)
+                    for baseline, rounds in baselines.items()
+                    if baseline != name and (name, baseline) != ("none", LINK_BOUND)
                 },
             }
             for name in names
@@ -137,10 +149,11 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
     """Yield two tables per result: step times, and their ratios to the baselines."""
     for result in results:
         contenders = result["contenders"]
+        labels = {**{name: each["label"] for name, each in contenders.items()}, LINK_BOUND: "link bound"}
         image = f" at {result['image_size']}x{result['image_size']}" if result["image_size"] else ""
         title = (
             f"{result['model']} ({MODELS[result['model']].description}), batch {result['batch']} per rank{image}: "
-            f"{result['ranks']} ranks, {result['backend']} over {result['transport']}, {result['launcher']}, "
+            f"{format_ranks(result)}, {result['backend']} over {result['transport']}, {result['launcher']}, "
             f"{result['device']}, {result['threads']} thread(s) per rank, {result['launches']} launch(es) of "
             f"{result['rounds']} rounds of {'/'.join(str(steps) for steps in sorted(set(result['steps'])))} steps"
         )
@@ -163,11 +176,23 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
             "Step time over a baseline's, round by round",
             ("contender / baseline", "median", "95%", "min of a round", "min / min", "without loaded rounds"),
             tuple(
-                (f"{contender['label']} / {contenders[baseline]['label']}", *_ratio_cells(ratio))
+                (f"{contender['label']} / {labels[baseline]}", *_ratio_cells(ratio))
                 for contender in contenders.values()
                 for baseline, ratio in contender["ratios"].items()
             ),
-            (MEMORY_NOTE,) if any(contender["peak_bytes"] for contender in contenders.values()) else (),
+            tuple(_ratio_notes(result)),
+        )
+
+
+def _ratio_notes(result: dict[str, Any]) -> Iterator[str]:
+    link = result["link"]
+    if any(contender["peak_bytes"] for contender in result["contenders"].values()):
+        yield MEMORY_NOTE
+    if link is not None:
+        yield (
+            f"link bound: the longer of a step without communication and {format_ms(link['gradient_s'])} ms, which "
+            f"{result['gradient_bytes'] / 2**20:.3g} MiB of gradients take at {link['rate']}: an allreduce between two "
+            "hosts moves each byte over the link once in each direction, at least"
         )
 
 

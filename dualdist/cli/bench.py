@@ -5,6 +5,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from dualdist.bench.jobs import (
 from dualdist.bench.ranks.cold_start import RAW_LIBRARIES
 from dualdist.bench.report import dump_json, failure_table, format_command, make_record, print_report
 from dualdist.bench.scale import LinkModel, ScaleOptions
+from dualdist.bench.slow_link import LAUNCHER, require_slow_link
 from dualdist.cli.compare import INTERRUPTED, check_minimum, find_facts
 from dualdist.cli.help_formatter import add_help, add_list, set_completions
 from dualdist.errors import LaunchError, UsageError
@@ -51,16 +53,21 @@ BENCHMARKS = {
     "scale": "a fitted cost model and its predictions for many ranks",
 }
 SHARED = dict.fromkeys(("ranks", "backend", "rounds", "env", "json", "dry_run"), "")
+SLOW_LINK = {"slow_link": "half of the ranks behind such a link, as 1gbit"}
 # The usual options of each benchmark, and examples.
 HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "step": (
-        {"model": "resnet18, mlp, ...; repeatable", "launches": "", **SHARED},
+        {"model": "resnet18, mlp, ...; repeatable", "launches": "", **SLOW_LINK, **SHARED},
         (
             "dualdist bench step --model resnet18 --launches 5",
+            "dualdist bench step --slow-link 1gbit -np 4",
             "dualdist bench step --backend native:shm,native:gloo,mpi",
         ),
     ),
-    "allreduce": ({"sizes": "", "max_bytes": "", **SHARED}, ("dualdist bench allreduce --backend native,horovod:mpi",)),
+    "allreduce": (
+        {"sizes": "", "max_bytes": "", **SLOW_LINK, **SHARED},
+        ("dualdist bench allreduce --backend native,horovod:mpi",),
+    ),
     "startup": (SHARED, ("dualdist bench startup -np 8", "dualdist bench startup --ranks 1,2,4,8")),
     "scale": ({"model": "", "measure_up_to": "", **SHARED}, ("dualdist bench scale --ranks 2,4,8,64,512",)),
 }
@@ -110,7 +117,7 @@ def _add_benchmark(commands: Any, name: str, build: Builder, rounds: int = 15) -
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", add_help=False
     )
-    command.set_defaults(build=build, launcher=None, launches=1)
+    command.set_defaults(build=build, launcher=None, launches=1, slow_link=None)
     add = command.add_argument
     if name == "scale":
         add("--ranks", default=RANKS, metavar="N,N,...", help="numbers of ranks to predict (default: 2,4,...,4096)")
@@ -131,6 +138,7 @@ def _add_benchmark(commands: Any, name: str, build: Builder, rounds: int = 15) -
     add("--rounds", type=int, default=rounds, metavar="N", help=f"samples of each contender (default: {rounds})")
     if name in ("step", "allreduce"):
         add("--launches", type=int, default=1, metavar="N", help="how often to launch each job (default: 1)")
+        add("--slow-link", metavar="RATE", help="half of the ranks behind a link of this rate, as 1gbit; needs root")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU if torch sees one")
     add("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS per rank (default: 1)")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for every rank; repeatable")
@@ -144,6 +152,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the jobs and report their results; return 1 if a job failed, 130 after Ctrl-C."""
     check_writable("--json", args.json)
     check_minimum(args, {"rounds": 1, "launches": 1})
+    if args.slow_link is not None:
+        check_minimum(args, {"ranks": 2})
+        if not args.dry_run:
+            require_slow_link(args.slow_link, find_site())
     with tempfile.TemporaryDirectory(prefix="dualdist-bench-", ignore_cleanup_errors=True) as folder:
         jobs, summarize, tables = args.build(args, Path(folder))
         if args.dry_run:
@@ -164,6 +176,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     settings = {name: getattr(args, name) for name in ("ranks", "threads", "device", "rounds", "launches")}
     settings["env"] = redact_command(args.env)
+    if args.slow_link is not None:
+        settings["slow_link"] = args.slow_link
     record = make_record(args.benchmark, format_command(sys.argv[1:]), settings, described, results)
     write_json(args.json, dump_json(record, indent=1))
     if args.json != "-":
@@ -183,10 +197,10 @@ def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
     options = [StepOptions(name, contenders, **shared) for name in names]
     settings = _settings(args)
     configs = _configs(args, settings)
-    jobs = bench_step.plan_jobs(
-        configs, options, settings, folder, launches=args.launches, with_memory=not args.no_memory
-    )
-    return list(jobs), bench_step.summarize, bench_step.tables
+    # A contender's memory does not depend on the rate, and raw torch would connect by the host name, not by the link.
+    with_memory = not args.no_memory and args.slow_link is None
+    jobs = bench_step.plan_jobs(configs, options, settings, folder, launches=args.launches, with_memory=with_memory)
+    return list(jobs), partial(bench_step.summarize, slow_link=args.slow_link), bench_step.tables
 
 
 def _allreduce(args: argparse.Namespace, folder: Path) -> Benchmark:
@@ -194,7 +208,7 @@ def _allreduce(args: argparse.Namespace, folder: Path) -> Benchmark:
     settings = _settings(args)
     configs = _configs(args, settings, needs_raw=True)
     jobs = bench_allreduce.plan_jobs(configs, options, settings, folder, launches=args.launches)
-    return list(jobs), bench_allreduce.summarize, bench_allreduce.tables
+    return list(jobs), partial(bench_allreduce.summarize, slow_link=args.slow_link), bench_allreduce.tables
 
 
 def _startup(args: argparse.Namespace, folder: Path) -> Benchmark:
@@ -248,7 +262,8 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
 
 def _settings(args: argparse.Namespace, ranks: int | None = None) -> MeasurementSettings:
     ranks = args.ranks if ranks is None else ranks
-    return MeasurementSettings(ranks, find_site(), args.threads, args.device, args.timeout, parse_env(args.env))
+    env, slow_link = parse_env(args.env), args.slow_link or ""
+    return MeasurementSettings(ranks, find_site(), args.threads, args.device, args.timeout, env, slow_link)
 
 
 def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_raw: bool = False) -> list[RunConfig]:
@@ -256,7 +271,8 @@ def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_r
 
     Benchmarks of the raw libraries too are for the backends over those that cold_start.py describes.
     """
-    configs = parse_configs(args.backend or ",".join(registry.names()), args.launcher)
+    launcher = LAUNCHER if args.slow_link is not None and args.launcher is None else args.launcher
+    configs = parse_configs(args.backend or ",".join(registry.names()), launcher)
     without_raw = [each for each in configs if needs_raw and registry.get(each.backend).library not in RAW_LIBRARIES]
     if args.backend is not None:
         for each in without_raw:
@@ -264,9 +280,14 @@ def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_r
                 f"backend {each.backend!r}: bench {args.benchmark} compares a backend with the raw library beneath it, "
                 f"one of {', '.join(RAW_LIBRARIES)}; for this one use bench step"
             )
-        return configs
+        if args.slow_link is None:  # a job that cannot run reports why
+            return configs
     facts = find_facts(args, settings.site)
     reasons = refusal_reasons(configs, settings, facts)
+    if args.backend is not None:
+        for each, reason in reasons.items():
+            raise UsageError(f"{each}: {reason}")
+        return configs
     # Raw mpi4py is measured on CPU tensors only.
     on_gpu = [each for each in configs if facts.gpus and registry.get(each.backend).needs_mpi]
     usable = [each for each in configs if each not in (*reasons, *on_gpu, *without_raw)]

@@ -81,11 +81,17 @@ def host_identity(environ: Mapping[str, str]) -> str:
 
     Two containers or network namespaces of one machine are two hosts, as are two Slurm nodes that share a machine.
     """
-    boot = namespace = ""
+    namespace = ""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/net")
-    return "/".join((environ.get(SLURM_NODE_NAME, ""), socket.gethostname(), boot, namespace))
+    return "/".join((environ.get(SLURM_NODE_NAME, ""), socket.gethostname(), boot_id(), namespace))
+
+
+def boot_id() -> str:
+    """Return a string that is equal for two ranks if they share a kernel, thus processors; "" if it is unknown."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) -> None:

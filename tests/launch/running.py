@@ -1,7 +1,9 @@
 """Helpers to start `dualdist run`, job scripts and single ranks, and to read what these print and report."""
 
+import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -13,8 +15,11 @@ from typing import Any
 import psutil
 import pytest
 from harness import mpi, problem
+from harness.installed import lack
 from harness.jobs import REPORT_DIR, Job, Launch, Outcome, collect
 from harness.slurm import eventually
+
+from dualdist.bench.slow_link import PROGRAMS
 
 PROGRAM = str(Path(__file__).with_name("run_program.py"))
 TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
@@ -85,6 +90,14 @@ def commands(readme: Path, begin: str) -> list[list[str]]:
     """Return the words of a README's lines that begin so."""
     lines = readme.read_text().splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{begin} ")]
+
+
+def need_slow_link(env: Mapping[str, str]) -> None:
+    """Skip the test where --slow-link cannot work."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if lacking := [name for name in PROGRAMS if shutil.which(name, path=env["PATH"]) is None]:
+        lack(", ".join(lacking), "iproute2 util-linux")
 
 
 def check_refused(launch: Launch, argv: Sequence[str], expected: str, env: Mapping[str, str] | None = None) -> None:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
-from launch.running import check_refused, commands, interrupted
+from launch.running import check_refused, commands, interrupted, need_slow_link
 
 BENCH = (sys.executable, "-m", "dualdist", "bench")
 # The manual's lines; tests append options that make them short.
@@ -56,7 +57,8 @@ def check_ratio(found: dict[str, Any], rounds: int) -> None:
 
 
 def test_step_measures_every_contender_of_native_and_horovod(launch: Launch) -> None:
-    line = ["mlp" if word == "resnet18" else word for word in shown("step")]  # another --model would be one more
+    # Another --model would be one more.
+    line = ["mlp" if word == "resnet18" else word for word in shown("step", "--model")]
     kept = record(launch, *line, *QUICK_STEP[3:], "--no-memory", "--launches", "2", "--backend", "native,horovod")
     check_record(kept, "step", jobs=4)
     native, horovod = kept["results"]
@@ -102,7 +104,7 @@ def test_step_runs_under_mpirun_and_spawn(launch: Launch, openmpi: OpenMPI) -> N
 
 def test_allreduce_measures_both_calls_and_the_raw_ones(launch: Launch) -> None:
     words = ("--sizes", "8,64K", "--rounds", str(ROUNDS), "--block-s", "0.005", "--backend", "native,horovod")
-    kept = record(launch, *shown("allreduce"), *words)
+    kept = record(launch, *shown("allreduce", "--backend"), *words)
     check_record(kept, "allreduce", jobs=2)
     assert [result["library"] for result in kept["results"]] == ["torch.distributed", "horovod.torch"]
     for result in kept["results"]:
@@ -117,6 +119,25 @@ def test_allreduce_measures_both_calls_and_the_raw_ones(launch: Launch) -> None:
                 check_ratio(size["ratio_to_raw"][name], ROUNDS)
                 overhead = size["overhead_s"][name]
                 assert overhead["low"] <= overhead["value"] <= overhead["high"]
+
+
+def test_two_hosts_share_a_slow_link(launch: Launch, base_env: Mapping[str, str]) -> None:
+    """The MLP's 1.7 MB of gradients need 0.13 s at 100 Mbit/s; between the two ranks of a host nothing is slow."""
+    need_slow_link(base_env)
+    words = ("--contenders", "none,ddp,dualdist", "--device", "cpu", "--slow-link", "100mbit")
+    kept = record(launch, *QUICK_STEP, *words, "--rounds", "1", "-np", "4", "--backend", "native")
+    check_record(kept, "step", jobs=1)
+    (result,) = kept["results"]
+    assert (kept["settings"]["slow_link"], result["link"]["rate"]) == ("100mbit", "100mbit")
+    assert (result["ranks"], result["num_nodes"], result["transport"]) == (4, 2, "shm")
+    gradient_s = result["gradient_bytes"] * 8 / 100e6
+    assert result["link"]["gradient_s"] == gradient_s
+    for name in ("ddp", "dualdist"):
+        contender = result["contenders"][name]
+        assert contender["min_seconds"] > 0.9 * gradient_s  # a burst of 128 KiB is not delayed
+        assert contender["identical_across_ranks"]
+        assert contender["ratios"]["link_bound"]["median"]["value"] <= contender["seconds"]["high"] / gradient_s
+    assert "link_bound" not in result["contenders"]["none"]["ratios"]
 
 
 def test_startup_times_new_processes_of_every_backend(launch: Launch) -> None:
@@ -179,7 +200,8 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: l
     for line in lines:
         argv = shlex.split(line)
         assert argv[:3] == ["env", "OMP_NUM_THREADS=1", "DUALDIST_BACKEND=native"]
-        assert any(word.endswith("/torchrun") for word in argv)
+        ends = [json.loads(word)[0] for word in argv if word.startswith("[")]  # of a slow link
+        assert any(word.endswith("/torchrun") for word in (*argv, *ends))
     assert outcome.stderr == ""
     assert not list(tmp_path.glob("dualdist-bench-*"))
 
@@ -226,6 +248,9 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
         (("scale", "--compute-ms", "0", "--bytes", "8"), "--compute-ms 0: expected a time above 0"),
         (("scale", "--ranks", "64"), "nothing to fit"),
         (("scale", "--backend", "native,horovod"), "one backend at a time"),
+        (("step", "--slow-link", "fast"), "--slow-link fast: expected a rate, as 100mbit"),
+        (("allreduce", "--slow-link", "1gbit", "-np", "1"), "--ranks 1: expected 2 or more"),
+        (("step", "--slow-link", "1gbit", "--backend", "mpi", "--dry-run"), "mpi needs a launcher that starts MPI"),
     ],
 )
 def test_invalid_options_are_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], expected: str) -> None:

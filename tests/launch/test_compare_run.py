@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,12 +13,10 @@ from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
-from harness.installed import lack
 from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
-from launch.running import TORCHRUN, check_refused, commands, interrupted
+from launch.running import TORCHRUN, check_refused, commands, interrupted, need_slow_link
 
-from dualdist.bench.slow_link import PROGRAMS
 from dualdist.rendezvous import backend_selection
 from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 
@@ -202,10 +199,7 @@ def test_beyond_two_ranks_bits_are_compared_in_launches_with_ordered_sums(launch
 
 def test_compression_pays_over_a_slow_link(launch: Launch, base_env: Mapping[str, str]) -> None:
     """A gradient of 1.7 MB needs 1.3 s at 10 Mbit/s; of rank 1, 100 matrices and vectors of 64 are 77 kB."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if lacking := [name for name in PROGRAMS if shutil.which(name, path=base_env["PATH"]) is None]:
-        lack(", ".join(lacking), "iproute2 util-linux")
+    need_slow_link(base_env)
     words = ("--slow-link", "10mbit", "--backends", "native", "--compression", "powersgd:1", "--baselines", "")
     outcome = launch([*COMPARE, *QUICK, *words, "--rounds", "1", "--json", "kept.json"], timeout_s=400)
     assert outcome.left == ()

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 import dualdist as dd
-from dualdist.bench import scale, startup
+from dualdist.backends.registry import Availability
+from dualdist.bench import scale, startup, step
 from dualdist.bench.jobs import (
     FOREIGN,
     METHODS,
     AllreduceOptions,
+    MachineFacts,
     MeasurementSettings,
     PlannedJob,
     RunConfig,
@@ -29,6 +31,7 @@ from dualdist.bench.jobs import (
     TrainOptions,
     parse_configs,
     program_command,
+    refusal_reasons,
     run_job,
     worker_command,
 )
@@ -50,7 +53,7 @@ from dualdist.bench.report import (
     print_table,
 )
 from dualdist.bench.scale import LinkModel, ScaleOptions
-from dualdist.bench.slow_link import require_slow_link
+from dualdist.bench.slow_link import link_bytes_s, require_slow_link
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
@@ -78,17 +81,16 @@ def test_every_contender_is_timed_in_every_round_and_the_slowest_rank_counts(mon
     turns = {name: lambda name=name: calls.append(name) for name in "ab"}
     barriers: list[int] = []
     monkeypatch.setattr(dd, "barrier", lambda: barriers.append(len(calls)))
-    monkeypatch.setattr(dd, "node_rank", lambda: 0)
     timings = interleave(turns, 3, 2, torch.device("cpu"), warmup=2)
     assert calls == [*"aaaaa", *"bbbbb", *"bbbbb", *"aaaaa"]
     assert barriers == [2, 7, 12, 17]  # after each warm-up
     assert {name: len(rounds) for name, rounds in timings.seconds.items()} == {"a": 2, "b": 2}
     assert len(timings.rounds) == 2
 
-    def timings(node: int, seconds: float, cpu_s: float) -> RankTimings:
-        return RankTimings(node, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
+    def timings(machine: str, seconds: float, cpu_s: float) -> RankTimings:
+        return RankTimings(machine, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
 
-    found = merge_ranks([timings(0, 1.0, 0.25), timings(0, 3.0, 0.5), timings(1, 2.0, 0.125)])
+    found = merge_ranks([timings("a", 1.0, 0.25), timings("a", 3.0, 0.5), timings("b", 2.0, 0.125)])
     assert found == {"seconds": {"a": [3.0]}, "cpu_s": {"a": [0.875]}, "foreign_cores": [1.875]}
 
 
@@ -327,6 +329,48 @@ def test_a_slow_link_has_a_torchrun_at_each_end() -> None:
     assert built.env["DUALDIST_TRANSPORT"] == "gloo"
     alone = program_command(RunConfig("auto", None, "python"), ("x.py",), replace(settings, ranks=1))
     assert "dualdist.bench.slow_link" not in alone.argv
+
+
+def test_a_slow_link_needs_torchrun_and_shared_memory_two_ranks_on_a_host() -> None:
+    backends = dict.fromkeys(("native", "horovod"), Availability(True, None, ""))
+    facts = MachineFacts(0, "cpu", backends, is_in_slurm=False)
+    shm, mpirun = RunConfig("native", "shm", "torchrun"), RunConfig("native", None, "mpirun")
+    for ranks, refused in ((2, {shm, mpirun}), (3, {mpirun})):
+        configs = [shm, mpirun, *parse_configs("native,native:gloo", None)]
+        found = refusal_reasons(configs, MeasurementSettings(ranks, SITE, slow_link="1gbit"), facts)
+        assert found.keys() == refused
+        assert all("shm needs two ranks on one" in reason for reason in found.values())
+
+
+def test_a_step_over_a_slow_link_is_compared_with_what_the_link_allows() -> None:
+    report = {
+        **dict.fromkeys(("backend", "transport", "launcher", "device", "threads", "parameters", "tensors", "steps"), 1),
+        **{"ranks": 4, "num_nodes": 2, "gradient_bytes": 1250000, "difference_from": None, "max_difference": {}},
+        "options": {"batch": 1, "rounds": 2, "image_size": 32},
+        "seconds": {"none": [0.05, 0.2], "dualdist": [0.12, 0.3]},  # and 0.1 on the link
+        "cpu_s": {"none": [0.1], "dualdist": [0.1]},
+        "foreign_cores": [0.0, 0.0],
+        "sent_bytes": {"none": 0, "dualdist": 1250000},
+        "identical_across_ranks": {"none": False, "dualdist": True},
+    }
+    config = RunConfig("native", None, "torchrun")
+    tags = {"kind": "step", "model": "mlp", "config": config}
+    done = [(PlannedJob("step", Command(("x",)), (), tags), [report])]
+    (result,) = step.summarize(done, "100mbit")
+    assert result["link"] == {"rate": "100mbit", "gradient_s": 0.1}
+    ratios = result["contenders"]["dualdist"]["ratios"]
+    assert ratios["link_bound"]["median"]["value"] == pytest.approx((0.12 / 0.1 + 0.3 / 0.2) / 2)
+    times, over = step.tables([result])
+    assert "4 ranks on 2 hosts" in times.title
+    assert "100.00 ms, which 1.19 MiB of gradients take at 100mbit" in over.notes[0]
+    (result,) = step.summarize(done)
+    assert result["link"] is None
+    assert result["contenders"]["dualdist"]["ratios"].keys() == {"none"}
+
+
+@pytest.mark.parametrize(("rate", "bytes_s"), [("512kbit", 64e3), ("1.5mbit", 187.5e3), ("10gbit", 1.25e9)])
+def test_a_rate_is_of_bits(rate: str, bytes_s: float) -> None:
+    assert link_bytes_s(rate) == bytes_s
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from dualdist.diagnostics.recording import recorder_of
 from dualdist.errors import CollectiveError, UnsupportedError
 from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, read_cpu, reset_peak, resident_kib
+from dualdist.utils.network_interfaces import boot_id
 
 MIN_STEPS, MAX_STEPS = 3, 50
 # DDP rebuilds its buckets after the first step, and allocators reach their peak in the second.
@@ -52,9 +53,12 @@ Calls = Mapping[str, Callable[[], object]]  # by the name of a contender
 
 @dataclass(frozen=True)
 class RankTimings:
-    """Samples of one rank: seconds and CPU seconds per call, by contender and round, and CPU use of each round."""
+    """Samples of one rank: seconds and CPU seconds per call, by contender and round, and CPU use of each round.
 
-    node_rank: int
+    Ranks of equal `boot_id` share processors, though each may have a host, a network namespace, of its own.
+    """
+
+    boot_id: str
     seconds: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
     rounds: list[CpuUse] = field(default_factory=list)
@@ -69,7 +73,7 @@ def round_order(names: Sequence[str], number: int) -> list[str]:
 
 def interleave(calls: Calls, repeats: int, rounds: int, device: torch.device, warmup: int = 1) -> RankTimings:
     """Time every call in every round, `repeats` calls per sample; called by all ranks."""
-    timings = RankTimings(dd.node_rank(), {name: [] for name in calls}, {name: [] for name in calls})
+    timings = RankTimings(boot_id(), {name: [] for name in calls}, {name: [] for name in calls})
     for number in range(rounds):
         before = read_cpu()
         for name in round_order(list(calls), number):
@@ -114,7 +118,7 @@ def merge_ranks(timings: Sequence[RankTimings]) -> dict[str, Any]:
     return {
         "seconds": {name: [max(rank.seconds[name][i] for rank in timings) for i in rounds] for name in names},
         "cpu_s": {name: [sum(rank.cpu_s[name][i] for rank in timings) for i in rounds] for name in names},
-        "foreign_cores": [max_foreign_cores([(rank.node_rank, rank.rounds[i]) for rank in timings]) for i in rounds],
+        "foreign_cores": [max_foreign_cores([(rank.boot_id, rank.rounds[i]) for rank in timings]) for i in rounds],
     }
 
 

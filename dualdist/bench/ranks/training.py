@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 import dualdist as dd
-from dualdist import c10d
+from dualdist import c10d, session
 from dualdist.bench.jobs import COMPRESSED, DUALDIST, OPTIMIZERS, SHARDED_DUALDIST, StepOptions, TrainOptions
 from dualdist.ddp.optimizer import get_sent_bytes
+from dualdist.launch.exec_env import GLOO_INTERFACE
+from dualdist.utils.network_interfaces import LOOPBACK, interface_towards
+from dualdist.utils.variables import temporary_variables
 
 CLASSES = 10
 MLP_LAYERS, MLP_WIDTH = 100, 64
@@ -224,14 +228,17 @@ def torch_group(device: torch.device, timeout_s: float, *, is_needed: bool) -> I
         return
     rank, size, timeout = dd.rank(), dd.size(), timedelta(seconds=timeout_s)
     if rank == 0:
-        host = "127.0.0.1" if dd.num_nodes() == 1 else socket.getfqdn()
+        address = session.current().topology.address
+        host = LOOPBACK if dd.num_nodes() == 1 else address or socket.getfqdn()
         store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
         dd.broadcast_object((host, store.port))
     else:
-        address: Any = dd.broadcast_object(None)
-        host, port = address
+        store_address: Any = dd.broadcast_object(None)
+        host, port = store_address
         store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-    with _open_torch_group(store, rank, size, device, timeout):
+    # Gloo's own choice is the interface of the host name, which both ends of a slow link share.
+    interface = {GLOO_INTERFACE: os.environ.get(GLOO_INTERFACE) or interface_towards(host)}
+    with temporary_variables(os.environ, interface), _open_torch_group(store, rank, size, device, timeout):
         yield
 
 
