@@ -99,7 +99,8 @@ class Program:
         except (KeyboardInterrupt, HandlerError):
             return ended("interrupted")
         except self._face.errors as error:
-            return ended("error", f"{type(error).__name__}: {error}")
+            kinds = [type(each).__name__ for each in (error, error.__cause__) if each is not None]
+            return ended("error", f"{' of '.join(kinds)}: {error}")
         except BaseException:
             return ended("other", traceback.format_exc())
         return ended("wrong" if wrong else "right", wrong or "")

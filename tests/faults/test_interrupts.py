@@ -52,15 +52,20 @@ class Ranks:
 
     def run(self, launch: Launch, port: int, words: Sequence[str], reports: str, timeout_s: float) -> list[Ended]:
         """Run the program on all ranks to its end, or to the time limit."""
-        words = [*words, "--face", self.face]
-        argv = self.cell.argv(PROGRAM, *words) if self.cell else [*PYTHON, PROGRAM, "native", *words]
-        env = {REPORT_DIR: reports, **(self.cell.env if self.cell else {})}
-        starts = (
-            [(argv, env)] if self.cell else [(on_host(rank, argv), env | host_env(rank, port)) for rank in range(4)]
-        )
         with ExitStack() as stack:
-            jobs = [stack.enter_context(launch.start(one, env=variables)) for one, variables in starts]
+            jobs = [
+                stack.enter_context(launch.start(argv, env={REPORT_DIR: reports, **env}))
+                for argv, env in self.commands(words, port)
+            ]
             return [job.wait(timeout_s) for job in jobs]
+
+    def commands(self, words: Sequence[str], port: int) -> list[tuple[list[str], Mapping[str, str]]]:
+        """Return the commands that are run at the same time, with their variables."""
+        words = [*words, "--face", self.face]
+        if self.cell:
+            return [(self.cell.argv(PROGRAM, *words), self.cell.env)]
+        argv = [*PYTHON, PROGRAM, "native", *words]
+        return [(on_host(rank, argv), host_env(rank, port)) for rank in range(self.size)]
 
 
 def on_host(rank: int, argv: Sequence[str]) -> list[str]:
@@ -113,7 +118,8 @@ def try_all(launch: Launch, ranks: Ranks, port: int, seed: int, count: int, *, r
         with tempfile.TemporaryDirectory(prefix="reports-", dir=launch.directory) as folder:
             limit_s = START_S + PLACEMENT_S * (len(placements) - done) + OPEN_S + CLOSE_S
             ended = ranks.run(launch, port, [*words, "--skip", str(done)], folder, limit_s)
-            found = [json.loads(path.read_text()) for path in Path(folder).glob("verdict-*.json")]
+            files = sorted(Path(folder).glob("verdict-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+            found = [json.loads(path.read_text()) for path in files]
         output = "\n".join(map(str, ended))
         tried.count += len(found)
         tried.problems += [verdict["text"] for verdict in found if not verdict["is_right"]]
@@ -141,9 +147,12 @@ def require_hosts() -> None:
 
 def assert_right(tried: Tried, ranks: Ranks, effort: Effort) -> None:
     """Fail with all that was wrong, and how a placement is repeated."""
-    argv = ranks.cell.argv(PROGRAM, "--face", ranks.face) if ranks.cell else ["see", "host_env()"]
-    again = f"again: PYTHONPATH=.:tests {shlex.join([*argv, '--seed', 'N', '--only'])}"
-    assert not tried.problems, "\n".join([*tried.problems, again])
+    again = [
+        shlex.join(["env", "PYTHONPATH=.:tests", *(f"{name}={value}" for name, value in env.items()), *argv])
+        for argv, env in ranks.commands(["--seed", "N", "--only"], port=23456)
+    ]
+    if tried.problems:
+        pytest.fail("\n".join([*tried.problems, "again, in the repository:", " & ".join(again)]))
     effort.count(f"interrupts in operations, {ranks}", tried.count)
 
 
