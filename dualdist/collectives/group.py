@@ -427,3 +427,4 @@ class Group:
             channel.close()
         for handle in self._pending.values():
             handle.fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
+        self._cycle, self.channel.source = None, None  # with which the memory of the host would wait for the collector

@@ -75,7 +75,7 @@ LAW_CELLS = [
     Cell("python", "", "none", "single", "none", ranks=1),
     REFERENCE,
     Cell("torchrun", "native", "torchrun", "native", "shm", ranks=4),
-    Cell("spawn", "native", "spawn", "native", "shm", variables=PURE),
+    Cell("spawn", "native", "spawn", "native", "gloo", variables=PURE),
     Cell("torchrun", "native", "torchrun", "native", "gloo", variables=GLOO),
     Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo"),
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi"),
