@@ -38,6 +38,9 @@ def loader(
 ) -> DataLoader[Any]:
     """Return a torch DataLoader of this rank's batches, which records in `sampler` what the program gets.
 
+    Every rank creates one with the same data set, batch_size and drop_last, and begins each epoch together with the
+    others: see dd.Sampler.
+
     A batch counts as done once the program gets it, however many more the workers have prefetched: save checkpoints
     after the step. Workers draw the augmentation of a batch from the sampler's seed, the epoch and the batch, so that a
     run resumed in the middle of an epoch sees the same data with any number of workers. Iterating does not use the
@@ -102,7 +105,7 @@ class _Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Yield the batches of the rest of the sampler's epoch."""
-        iteration = self._progress.begin(drops_last=self.drop_last)
+        iteration = self._progress.begin(batch_size=self.batch_size, drops_last=self.drop_last)
         share = self._progress.share
         self._position.copy_(torch.tensor([self._progress.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.derive_seed(self._progress.seed, self._progress.epoch, share))
