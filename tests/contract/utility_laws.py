@@ -1,11 +1,15 @@
 """Metrics, printing, dd.info() and the timeline."""
 
 import contextlib
+import ctypes
+import faulthandler
 import io
 import math
 import os
 import tempfile
+import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from torch import nn
 import dualdist as dd
 from dualdist import session
 from dualdist.diagnostics import timeline
-from dualdist.errors import MismatchError, UsageError
+from dualdist.errors import MismatchError, NotInitializedError, UsageError
 
 STEPS = 3
 
@@ -220,3 +224,46 @@ def uneven_samplers_go_on_to_the_next_epoch_at_their_own_step() -> None:
             batches = iter(loader)
             next(batches)
         assert dd.allreduce(torch.ones(1), op="sum").item() == dd.size()
+
+
+def status_of_child(call: Callable[[], object]) -> int:
+    """Return the exit status of a forked child that runs the call: 3 if it returns, and ends as a program does."""
+    faulthandler.cancel_dump_traceback_later()  # of the harness: a forked child waits for its thread at exit
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        call()
+        ctypes.pythonapi.Py_Exit(3)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+@law
+def a_forked_child_has_no_session_and_its_exit_leaves_the_rank_alone() -> None:
+    model = net(seed=1)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    group = dd.new_group(ranks())
+    under_way = dd.allreduce(torch.full((2,), float(dd.rank())), op="sum", async_op=True)
+    rank = dd.rank()
+
+    def use_and_shut_down() -> None:
+        words = f"a child that rank {rank} forked after dd.init()"
+        raises(NotInitializedError, lambda: dd.allreduce(torch.full((2,), 100.0)), words)
+        raises(NotInitializedError, lambda: dd.allreduce(torch.full((2,), 100.0), group=group), words)
+        for call in (dd.rank, dd.barrier, dd.init):
+            raises(NotInitializedError, call, words)
+        raises(NotInitializedError, lambda: (loss_of(model, 0).backward(), optimizer.step()))
+        assert not dd.is_initialized()
+        assert list(dd.progress([1])) == [1]
+        dd.shutdown()
+
+    assert status_of_child(use_and_shut_down) == 3
+    expected = [float(sum(ranks()))] * 2
+    assert under_way.wait().tolist() == expected
+    assert dd.allreduce(torch.full((2,), float(rank)), op="sum", group=group).tolist() == expected
+    loss_of(model, 0).backward()
+    optimizer.step()
+    dd.check_consistency(model)
+    dd.remove_group(group)
