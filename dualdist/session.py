@@ -175,8 +175,10 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
     require_choice(reduction, REDUCTIONS, REDUCTION)
     plan = _recording_plan(environ)
     topology = detect(environ)
-    for problem in unknown_variables(environ) if topology.rank == 0 else ():
-        warnings.warn(problem, stacklevel=4)  # the line of the program that calls dd.init()
+    for problem in unknown_variables(environ):
+        # Shown by rank 0, and raised on all ranks where warnings are errors.
+        with contextlib.nullcontext() if topology.rank == 0 else warnings.catch_warnings(record=True):
+            warnings.warn(problem, stacklevel=4)  # the line of the program that calls dd.init()
     session = open_as_requested(
         requested,
         SessionConfig(topology, environ, transport, name, timeout_s, _process.rendezvous_store, sets_default_group),

@@ -72,6 +72,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / name for name in names if PATTERN.fullmatch(name)), key=number_of, reverse=True)
 
 
+def real_path(path: Path) -> Path:
+    """Return the path without symbolic links; not by resolve(), which raises RuntimeError for a loop of them."""
+    return Path(os.path.realpath(path))
+
+
 def number_of(path: Path) -> int:
     """Return the sequence number in a checkpoint's name."""
     return int(path.stem.rpartition("-")[2])
@@ -210,7 +215,7 @@ def write(
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     try:
-        for old in _outdated(folder, keep, set(uncounted) - {path.resolve()}) if keep else ():
+        for old in _outdated(folder, keep, set(uncounted) - {real_path(path)}) if keep else ():
             old.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"saved {path}, but cannot remove older ones: {reason(error)}") from error
@@ -225,7 +230,7 @@ def _outdated(folder: Path, keep: int, uncounted: Collection[Path]) -> Iterator[
             continue
         if newer >= keep:
             yield path
-        newer += path.resolve() not in uncounted
+        newer += real_path(path) not in uncounted
 
 
 def _describe_newest(folder: Path) -> str:

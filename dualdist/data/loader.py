@@ -22,7 +22,7 @@ from dualdist.utils.suggest import type_name
 # Arguments of DataLoader that the sampler replaces, or that would break its count, with the reason.
 REFUSED_OPTIONS = {
     "shuffle": "pass it to dd.Sampler",
-    "batch_sampler": "the sampler could not record the ranks' progress",
+    "batch_sampler": "the sampler could not record the ranks' progress; pass sampler=dd.Sampler(...) and batch_size",
     "generator": "the seed of dd.Sampler is used",
     "in_order": "the sampler could not record which batches the program got",
 }
@@ -32,7 +32,7 @@ def loader(
     dataset: Dataset[Any],
     batch_size: int | None = 1,
     *,
-    sampler: Sampler,
+    sampler: Sampler | None = None,
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
@@ -53,7 +53,7 @@ def loader(
     Args:
         dataset: the data set of the sampler.
         batch_size: samples per batch on this rank, or None for single samples.
-        sampler: this rank's dd.Sampler.
+        sampler: this rank's dd.Sampler; required.
         drop_last: drop the last batch of an epoch if it is smaller.
         **options: passed to torch.utils.data.DataLoader.
 
@@ -70,7 +70,8 @@ def loader(
     if wrong:
         raise UsageError(f"dd.loader takes no {'; no '.join(wrong)}")
     if not isinstance(sampler, Sampler):
-        raise UsageError(f"dd.loader needs sampler=dd.Sampler(dataset, ...), not {type_name(sampler)}")
+        given = "" if sampler is None else f", not {type_name(sampler)}"
+        raise UsageError(f"dd.loader needs sampler=dd.Sampler(dataset, ...){given}")
     if not isinstance(dataset, IterableDataset) and len(cast(Sized, dataset)) != sampler.count:
         raise UsageError(
             f"the data set has {len(cast(Sized, dataset))} samples, that of the sampler {sampler.count}: give both the "
