@@ -12,7 +12,6 @@ import io
 import os
 import re
 import secrets
-import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import IO, Any, cast
 import torch
 
 from dualdist.errors import CheckpointError
+from dualdist.utils.regular_file import open_regular
 
 NAME = "checkpoint-{:08d}.pt"
 PATTERN = re.compile(r"checkpoint-(\d{8,})\.pt")
@@ -136,22 +136,13 @@ class _CountingFile(io.FileIO):
     """A file that adds the bytes read to a FileProgress."""
 
     def __init__(self, path: Path, progress: FileProgress) -> None:
-        super().__init__(path, opener=_open_regular)
+        super().__init__(path, opener=open_regular)
         self._progress = progress
 
     def readinto(self, buffer: Any) -> int | None:
         count = super().readinto(buffer)
         self._progress.nbytes += count or 0
         return count
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file; OSError for a pipe, whose open would block until there is a writer."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise FileNotFoundError(None, "it is not a regular file")
 
 
 def seal(digest: str) -> bytes:
