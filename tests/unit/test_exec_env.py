@@ -61,10 +61,13 @@ def test_all_ranks_get_one_address_and_their_own_numbers(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_meet_at_the_address_that_they_were_given_and_keep_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["localhost", "::1"])
+def test_ranks_meet_at_the_address_that_they_were_given_and_keep_it(address: str) -> None:
     """No variable gives the local rank here, so that they must meet; then the program listens on the same port."""
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        main = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        main = {"MASTER_ADDR": address, "MASTER_PORT": str(free.getsockname()[1])}
     environs = [{**main, "RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(3)]
     assert met(environs) == [None] * 3
     assert [environ["LOCAL_RANK"] for environ in environs] == ["0", "1", "2"]
