@@ -50,6 +50,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     Raises:
         AlreadyInitializedError: a session is open.
         BackendUnavailableError: the backend is not installed or does not fit the installed torch.
+        NotInitializedError: this process was forked from a rank that had called init().
         RendezvousError: some ranks did not join within `timeout_s`.
         TopologyError: the launcher's variables are incomplete, or the ranks contradict each other.
         UnsupportedError: this launcher cannot start that backend.
@@ -65,6 +66,8 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
 
 def shutdown() -> None:
     """Leave the job; every rank calls this, with no operation under way. init() may be called again afterwards.
+
+    In a child that was forked from a rank it does nothing: the rank's session goes on.
 
     Raises:
         CheckpointError: an asynchronous save failed.

@@ -2,7 +2,7 @@
 
     DualdistError
     ├── UsageError                   an invalid argument, or calls in the wrong order
-    │   ├── NotInitializedError          a call before init() or after shutdown()
+    │   ├── NotInitializedError          a call before init(), after shutdown(), or in a child forked from a rank
     │   └── AlreadyInitializedError      a second init()
     ├── TopologyError                the launcher's variables are incomplete, impossible or contradictory
     ├── BackendError                 the chosen backend cannot be used here
@@ -39,7 +39,7 @@ CLOSED = "this group has been closed: by dd.shutdown(), or by dd.remove_group()"
 
 
 class NotInitializedError(UsageError):
-    """dualdist was used before init() or after shutdown()."""
+    """dualdist was used before init(), after shutdown(), or in a child that was forked after init()."""
 
 
 class AlreadyInitializedError(UsageError):

@@ -1,6 +1,7 @@
 """Print, log and show progress by rank."""
 
 import builtins
+import contextlib
 import logging
 import sys
 import time
@@ -126,11 +127,12 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
         >>> sum(dd.progress([1, 2, 3], "epoch 1"))
         6
     """
-    if session.rank_and_size()[0] != 0:
+    if total is None:
+        with contextlib.suppress(TypeError):  # a loader of an iterable data set has a __len__ that raises it
+            total = len(items)  # type: ignore[arg-type]
+    if session.rank_and_size()[0] != 0 or sys.stderr is None:
         yield from items
         return
-    if total is None:
-        total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
     out, is_terminal = sys.stderr, sys.stderr.isatty() or session.output_mode() == "terminal"
     head, tail, pause_s = ("\r", "", DRAW_S) if is_terminal else ("", "\n", LINE_S)
     done = width = 0

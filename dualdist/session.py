@@ -1,14 +1,22 @@
-"""The process's session, from init() to shutdown(); holds the package's one mutable module variable."""
+"""The process's session, from init() to shutdown(); holds the package's one mutable module variable.
+
+Note [forked child]: a process that is forked from a rank has its connections, and would send and receive in its place;
+and it lacks the threads for which Gloo, MPI and Horovod wait at exit. So it has no session: calls are errors. Nothing
+that it inherited is finalized when it exits, as in children of multiprocessing, which skip the interpreter's end: no
+handlers of atexit, no finalizers, no destructors in C++.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
     from dualdist.diagnostics.recording import Recorder
     from dualdist.diagnostics.timeline import TimelineWriter
     from dualdist.engine.channel import Observer
+    from dualdist.topology import Topology
 
 # Set by `dualdist compare` for a program that it times: a folder, the warm-up steps and the steps to time.
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
@@ -64,6 +73,7 @@ class _ProcessState:
     timeline: TimelineWriter | None = None
     has_reported_choice: bool = False
     ignored_failure: str = ""  # the last session's failure, if the program went on despite it
+    forked_from: Topology | None = None  # of the rank with a session that forked this process: Note [forked child]
 
 
 _process = _ProcessState()
@@ -73,9 +83,36 @@ def current() -> Session:
     """Return the open session; NotInitializedError if there is none."""
     if _process.session is None:
         tracebacks.install_hooks(os.environ)
+        _require_unforked()
         when = "after dd.shutdown()" if _process.was_shut_down else "before dd.init()"
         raise NotInitializedError(f"dualdist was used {when}: call dd.init() first, on every rank")
     return _process.session
+
+
+def _require_unforked() -> None:
+    """Raise NotInitializedError in a forked child."""
+    if _process.forked_from is not None:
+        raise NotInitializedError(
+            f"this process is a child that rank {_process.forked_from.rank} forked after dd.init(), and no rank: call "
+            "dualdist in the rank itself, and give the child its results; or fork before dd.init()"
+        )
+
+
+def _leave_to_parent() -> None:
+    """Give a forked child no session: Note [forked child]."""
+    session = _process.session
+    if session is None:
+        return
+    _process.forked_from, _process.session = session.topology, None
+    for group in (session.world, *session.groups):
+        group.is_open = False  # for optimizers and others that hold it
+    for inherited in (session, _process.rendezvous_store):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # of glibc: _exit(status) before the destructors
+        libc.on_exit(libc._exit, None)
 
 
 def group_or_world(group: Group | None) -> Group:
@@ -100,9 +137,9 @@ def is_open() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the size; before init() those of the launcher, or (0, 1)."""
+    """Return this process's rank and the size, a forked child's parent's; before init() the launcher's, or (0, 1)."""
     try:
-        topology = detect(os.environ) if _process.session is None else _process.session.topology
+        topology = _process.session.topology if _process.session else _process.forked_from or detect(os.environ)
     except TopologyError:
         return 0, 1
     return topology.rank, topology.size
@@ -116,6 +153,7 @@ def output_mode() -> str:
 def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_group: bool = True) -> None:
     """Open the session; see dualdist.api.init. The native backend sets torch's default group up if asked to."""
     tracebacks.install_hooks(os.environ)
+    _require_unforked()
     if _process.session is not None:
         raise AlreadyInitializedError(
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
@@ -132,12 +170,15 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
     _process.sessions += 1
     if _process.sessions == 1:
         atexit.register(_exit_if_failed)  # registered before the backend's callbacks, so it runs after them
+        os.register_at_fork(after_in_child=_leave_to_parent)
     reduction = environ.get(REDUCTION) or "unordered"
     require_choice(reduction, REDUCTIONS, REDUCTION)
     plan = _recording_plan(environ)
     topology = detect(environ)
-    for problem in unknown_variables(environ) if topology.rank == 0 else ():
-        warnings.warn(problem, stacklevel=4)  # the line of the program that calls dd.init()
+    for problem in unknown_variables(environ):
+        # Shown by rank 0, and raised on all ranks where warnings are errors.
+        with contextlib.nullcontext() if topology.rank == 0 else warnings.catch_warnings(record=True):
+            warnings.warn(problem, stacklevel=4)  # the line of the program that calls dd.init()
     session = open_as_requested(
         requested,
         SessionConfig(topology, environ, transport, name, timeout_s, _process.rendezvous_store, sets_default_group),
@@ -254,6 +295,8 @@ def export_env(values: Mapping[str, str]) -> None:
 
 
 def shutdown() -> None:
+    if _process.forked_from is not None:
+        return  # the session is the parent's
     session = current()
     if _process.recorder is not None:
         _process.recorder.finish()

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import secrets
-import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import IO, Any, cast
 import torch
 
 from dualdist.errors import CheckpointError
+from dualdist.utils.regular_file import open_regular
 
 NAME = "checkpoint-{:08d}.pt"
 PATTERN = re.compile(r"checkpoint-(\d{8,})\.pt")
@@ -70,6 +70,11 @@ def checkpoints(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return sorted((folder / name for name in names if PATTERN.fullmatch(name)), key=number_of, reverse=True)
+
+
+def real_path(path: Path) -> Path:
+    """Return the path without symbolic links; not by resolve(), which raises RuntimeError for a loop of them."""
+    return Path(os.path.realpath(path))
 
 
 def number_of(path: Path) -> int:
@@ -131,22 +136,13 @@ class _CountingFile(io.FileIO):
     """A file that adds the bytes read to a FileProgress."""
 
     def __init__(self, path: Path, progress: FileProgress) -> None:
-        super().__init__(path, opener=_open_regular)
+        super().__init__(path, opener=open_regular)
         self._progress = progress
 
     def readinto(self, buffer: Any) -> int | None:
         count = super().readinto(buffer)
         self._progress.nbytes += count or 0
         return count
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file; OSError for a pipe, whose open would block until there is a writer."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise FileNotFoundError(None, "it is not a regular file")
 
 
 def seal(digest: str) -> bytes:
@@ -210,7 +206,7 @@ def write(
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     try:
-        for old in _outdated(folder, keep, set(uncounted) - {path.resolve()}) if keep else ():
+        for old in _outdated(folder, keep, set(uncounted) - {real_path(path)}) if keep else ():
             old.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"saved {path}, but cannot remove older ones: {reason(error)}") from error
@@ -225,7 +221,7 @@ def _outdated(folder: Path, keep: int, uncounted: Collection[Path]) -> Iterator[
             continue
         if newer >= keep:
             yield path
-        newer += path.resolve() not in uncounted
+        newer += real_path(path) not in uncounted
 
 
 def _describe_newest(folder: Path) -> str:

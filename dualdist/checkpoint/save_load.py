@@ -69,24 +69,28 @@ class DiskTask:
         self.beat_s = min(BEAT_S, limit_s / 4)
         self.progress = FileProgress()
         self.value: Any = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._limit_s = limit_s
         self._thread = threading.Thread(target=self._run, args=(call,), name="dualdist-checkpoint", daemon=True)
         self._clock: int | None = None
-        self._thread.start()
         self._last_progress = (0, 0.0), time.monotonic()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread is left: raised on all ranks
+            self.error = error
         atexit.register(self._finish)  # a program that ends does not truncate a checkpoint
 
     def _run(self, call: Callable[[FileProgress], Any]) -> None:
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
             self.value = call(self.progress)
-        except Exception as error:  # raised on all ranks
+        except BaseException as error:  # raised on all ranks
             self.error = error
 
     def outcome(self) -> DiskOutcome | None:
         """Wait for one beat; return the outcome, or None while the task makes progress."""
-        self._thread.join(self.beat_s)
+        if self._thread.ident is not None:
+            self._thread.join(self.beat_s)
         if not self._thread.is_alive():
             atexit.unregister(self._finish)
             return DiskOutcome(self.value) if self.error is None else DiskOutcome(error=error_message(self.error))
@@ -175,7 +179,7 @@ class CheckpointSaver:
 
     def skip(self, newer: Sequence[Path]) -> None:
         """Do not count these files towards `keep`: the program went back behind them, or they are damaged."""
-        self._uncounted.update(path.resolve() for path in newer)
+        self._uncounted.update(map(checkpoint_files.real_path, newer))
 
     def save(self, path: Path, parts: Mapping[str, Any], keep: int | None, *, async_op: bool) -> PendingSave:
         """Begin a checkpoint; see dualdist.api.save_checkpoint. The caller waits, unless async_op."""
@@ -301,7 +305,7 @@ def load(
     run_agreed(group, "load_checkpoint", name, {"parts": sorted(parts), "required": required}, lambda backend: None)
     wrong = [part for part, value in parts.items() if not callable(getattr(value, "load_state_dict", None))]
     problem = f"{', '.join(wrong)} cannot be loaded into: plain data are in the returned dict" if wrong else ""
-    _raise_problem(group, f"{name}.parts", problem, UsageError)
+    raise_problem(group, f"{name}.parts", problem, UsageError)
     tensors: list[torch.Tensor] = []
     newer: list[Path] = []  # on rank 0, as the tensors
     task = (
@@ -315,7 +319,7 @@ def load(
             raise CheckpointError(f"there is no checkpoint in {path}")
         return None
     problem = _find_mismatch(header, parts)
-    _raise_problem(group, f"{name}.fit", problem and f"{header.path} does not fit: {problem}", CheckpointError)
+    raise_problem(group, f"{name}.fit", problem and f"{header.path} does not fit: {problem}", CheckpointError)
     if group.rank != ROOT:
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device="cpu") for shape, strides, dtype in header.specs
@@ -331,8 +335,9 @@ def load(
     _load_all_or_nothing(group, device, name, content, parts, content[METADATA].get("random", []) if random else None)
     _set_reduction_orders(content[METADATA].get("orders"), parts)
     saver.skip(newer)
-    if header.refused and group.rank == ROOT:  # last, as warnings may be errors
-        warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
+    if header.refused:  # last, and on all ranks, as warnings may be errors
+        with contextlib.nullcontext() if group.rank == ROOT else warnings.catch_warnings(record=True):
+            warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
     return LoadedData(content[EXTRA])
 
 
@@ -384,7 +389,7 @@ def _load_all_or_nothing(
                     _load_random_state(random, group, device)
             except Exception as error:  # raised on all ranks
                 cause = error
-            _raise_problem(group, f"{name}.{stage}", error_message(cause) if cause else "", CheckpointError, cause)
+            raise_problem(group, f"{name}.{stage}", error_message(cause) if cause else "", CheckpointError, cause)
         undo.pop_all()
 
 
@@ -408,7 +413,7 @@ def _load_random_state(states: list[RandomState], group: Group, device: torch.de
         random_state.seed_generators(random_state.derive_seed(saved, group.rank, group.size), device)
 
 
-def _raise_problem(
+def raise_problem(
     group: Group, name: str, problem: str, kind: type[DualdistError], cause: Exception | None = None
 ) -> None:
     """Raise on every rank if any rank has a problem."""
@@ -418,7 +423,7 @@ def _raise_problem(
         raise error from cause
 
 
-def error_message(error: Exception) -> str:
+def error_message(error: BaseException) -> str:
     """Return an error's text for the other ranks; foreign errors with the name of their class."""
     return str(error) if isinstance(error, DualdistError) else f"{type(error).__name__}: {error}"
 

@@ -25,7 +25,7 @@ from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, RunSettings, run_job
 from dualdist.launch.schedulers import SCHEDULERS, build_script_request, job_script, submit_script
 from dualdist.utils.output_file import check_writable, write_json
-from dualdist.utils.redaction import redact_variables
+from dualdist.utils.redaction import redact_command, redact_variables
 from dualdist.utils.suggest import require_choice
 from dualdist.utils.variables import REQUEUE
 
@@ -363,7 +363,8 @@ def _schedule(args: argparse.Namespace, request: RunRequest, program: Sequence[s
         env={**interface_variables(request.network_interface), **request.env},
         handed_on=tuple(word for word in args.env if "=" not in word),
     )
-    redacted = replace(script_request, env=redact_variables(script_request.env))
+    shown = tuple(redact_command(script_request.program))
+    redacted = replace(script_request, env=redact_variables(script_request.env), program=shown)
     text = job_script(args.scheduler, redacted if args.dry_run else script_request)
     if args.write is not None and not args.dry_run:
         _write(Path(args.write), text)

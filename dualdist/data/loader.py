@@ -22,7 +22,7 @@ from dualdist.utils.suggest import type_name
 # Arguments of DataLoader that the sampler replaces, or that would break its count, with the reason.
 REFUSED_OPTIONS = {
     "shuffle": "pass it to dd.Sampler",
-    "batch_sampler": "the sampler could not record the ranks' progress",
+    "batch_sampler": "the sampler could not record the ranks' progress; pass sampler=dd.Sampler(...) and batch_size",
     "generator": "the seed of dd.Sampler is used",
     "in_order": "the sampler could not record which batches the program got",
 }
@@ -32,11 +32,14 @@ def loader(
     dataset: Dataset[Any],
     batch_size: int | None = 1,
     *,
-    sampler: Sampler,
+    sampler: Sampler | None = None,
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
     """Return a torch DataLoader of this rank's batches, which records in `sampler` what the program gets.
+
+    Every rank creates one with the same data set, batch_size and drop_last, and begins each epoch together with the
+    others: see dd.Sampler.
 
     A batch counts as done once the program gets it, however many more the workers have prefetched: save checkpoints
     after the step. Workers draw the augmentation of a batch from the sampler's seed, the epoch and the batch, so that a
@@ -50,7 +53,7 @@ def loader(
     Args:
         dataset: the data set of the sampler.
         batch_size: samples per batch on this rank, or None for single samples.
-        sampler: this rank's dd.Sampler.
+        sampler: this rank's dd.Sampler; required.
         drop_last: drop the last batch of an epoch if it is smaller.
         **options: passed to torch.utils.data.DataLoader.
 
@@ -67,7 +70,8 @@ def loader(
     if wrong:
         raise UsageError(f"dd.loader takes no {'; no '.join(wrong)}")
     if not isinstance(sampler, Sampler):
-        raise UsageError(f"dd.loader needs sampler=dd.Sampler(dataset, ...), not {type_name(sampler)}")
+        given = "" if sampler is None else f", not {type_name(sampler)}"
+        raise UsageError(f"dd.loader needs sampler=dd.Sampler(dataset, ...){given}")
     if not isinstance(dataset, IterableDataset) and len(cast(Sized, dataset)) != sampler.count:
         raise UsageError(
             f"the data set has {len(cast(Sized, dataset))} samples, that of the sampler {sampler.count}: give both the "
@@ -102,7 +106,7 @@ class _Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Yield the batches of the rest of the sampler's epoch."""
-        iteration = self._progress.begin(drops_last=self.drop_last)
+        iteration = self._progress.begin(batch_size=self.batch_size, drops_last=self.drop_last)
         share = self._progress.share
         self._position.copy_(torch.tensor([self._progress.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.derive_seed(self._progress.seed, self._progress.epoch, share))

@@ -3,21 +3,31 @@
 Note [position]: the order of an epoch depends on the seed and the epoch only. The ranks take the remaining samples in
 turn, one each, so that every step of all ranks takes the next piece of the order, and the progress of all ranks is one
 number, whatever the number of ranks was or will be.
+
+Note [same epoch]: ranks whose arguments differ would train on some samples twice and on others never. So each compares
+its arguments with the others' when an epoch begins. An epoch that is continued is not compared: ranks may have left it
+at different batches. Nor is one that follows another by itself with remainder="uneven": ranks may begin it at different
+steps, while the others still reduce gradients. A new session, which may have other ranks, compares anew.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
+from weakref import WeakSet
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from dualdist import session
 from dualdist.collectives.arguments import as_ints
-from dualdist.errors import UsageError
-from dualdist.utils.suggest import type_name
+from dualdist.collectives.broadcast_state import allgather_object
+from dualdist.errors import MismatchError, UsageError
+from dualdist.utils.suggest import format_by_rank, type_name
 
 Remainder = Literal["drop", "pad", "uneven"]
+SHOWN_INDICES = 3
+COMPARED = "compared samplers"  # key in a session's extras: the samplers whose epoch is known to be every rank's
 
 
 @dataclass(frozen=True)
@@ -66,12 +76,16 @@ class Sampler(torch.utils.data.Sampler[int]):
     Every rank creates one with the same arguments. Iterating yields the indices that are left of `epoch`. From the
     beginning of an epoch they are those of torch.utils.data.DistributedSampler for the same seed, shuffle and epoch.
 
+    The first iteration of an epoch is a collective: every rank calls iter() of the sampler or its loader, and the ranks
+    compare their arguments, epochs, positions and batch sizes.
+
     When an iteration ends so does the epoch, and the next iteration is the next epoch, with or without set_epoch();
     an iteration left by `break` is continued. Use it with dd.loader, which counts the batches that the program gets.
     With another loader call record() after each step, and if it has drop_last=True, finish() after the loop.
 
     Args:
-        dataset: anything with a length. An IterableDataset without one is read in its own order (shuffle=False).
+        dataset: the whole data set, the same on every rank; anything with a length. An IterableDataset without one is
+            read in its own order (shuffle=False).
         remainder: what to do if the samples do not divide evenly between the ranks. "drop" leaves the last ones of the
             order out, "pad" repeats the first ones, "uneven" gives some ranks one sample more, which may mean one more
             batch: call dd.join() after the loop.
@@ -83,6 +97,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         sampler of a data set without a length.
 
     Raises:
+        MismatchError: by iter(), on every rank: what differs between the ranks, and the values.
         UsageError: an argument is invalid, or the data set has neither a length nor an iterator.
 
     Example:
@@ -107,7 +122,13 @@ class Sampler(torch.utils.data.Sampler[int]):
             raise UsageError(
                 "an iterable data set is read in its own order: shuffle within it, and pass shuffle=False here"
             )
+        if isinstance(dataset, torch.utils.data.Sampler | DataLoader):
+            raise UsageError(
+                f"dd.Sampler divides a data set, not {type_name(dataset)}, whose choice of samples would be lost: pass "
+                "the data set, or a torch.utils.data.Subset of the samples to draw, the same on every rank"
+            )
         self.count = _length(dataset)
+        self._subset = _describe_subset(dataset)
         self.remainder: Remainder = remainder
         self.shuffle = shuffle
         (self.seed,) = as_ints([seed], "seed")
@@ -163,11 +184,16 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._is_begun = False
         return self._indices(self.share.indices(self._order()), self.iteration)
 
-    def begin(self, *, drops_last: bool = False) -> int:
-        """Begin an iteration at the current position, ending all others, and return its number; for loaders."""
+    def begin(self, *, batch_size: int | None = None, drops_last: bool = False) -> int:
+        """Begin an iteration at the current position, ending all others, and return its number; for loaders.
+
+        Raises:
+            MismatchError: the ranks begin different epochs; raised on every rank.
+        """
         if self._is_over():
             self.finish()
         self._seek(self._epoch, self.position)
+        self._require_same_epoch(batch_size, drops_last)
         self._is_iterating = self._is_begun = True
         self._drops_last = drops_last
         return self.iteration
@@ -194,12 +220,15 @@ class Sampler(torch.utils.data.Sampler[int]):
     def finish(self) -> None:
         """End the epoch; call it after a loop whose loader leaves samples out (drop_last=True)."""
         self._seek(self._epoch + 1, 0)
+        if self.remainder != "uneven":
+            self._compared.discard(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of this epoch, or continue it if it is the current one."""
         (epoch,) = as_ints([epoch], "epoch")
         if epoch != self._epoch or self._is_over():
             self._seek(epoch, 0)
+            self._compared.discard(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks; the same on every rank between two steps.
@@ -224,6 +253,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         if mismatch:
             raise UsageError(f"the state does not fit this sampler: {mismatch}")
         self._seek(state["epoch"], state["position"] if self.count is None else min(state["position"], self.count))
+        self._compared.discard(self)
 
     def find_mismatch(self, state: Mapping[str, Any]) -> str:
         """Describe why the state does not fit this sampler, or return an empty string."""
@@ -260,6 +290,36 @@ class Sampler(torch.utils.data.Sampler[int]):
                 "times and never recorded: a loader with drop_last=True drops them; call sampler.finish() "
                 "after its loop, or use dd.loader"
             )
+
+    @property
+    def _compared(self) -> "WeakSet[Sampler]":
+        return cast("WeakSet[Sampler]", session.current().extras.setdefault(COMPARED, WeakSet()))
+
+    def _require_same_epoch(self, batch_size: int | None, drops_last: bool) -> None:
+        """Raise MismatchError on every rank if the ranks differ: Note [same epoch]."""
+        world = session.current().world
+        if world.size == 1 or self in self._compared:
+            return
+        own = {
+            "samples": self.count,
+            "subset": self._subset,
+            "remainder": self.remainder,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "epoch": self._epoch,
+            "position": self.position,
+            "batch_size": batch_size,
+            "drop_last": drops_last,
+        }
+        found = allgather_object(world, own, world.next_name("dd.Sampler"))
+        differing = [name for name in own if any(each[name] != own[name] for each in found)]
+        if differing:
+            texts = (f"{name} is {format_by_rank([each[name] for each in found])}" for name in differing)
+            raise MismatchError(
+                f"dd.Sampler differs between the ranks: {'; '.join(texts)}. Give every rank the whole data set and the "
+                "same arguments, epoch and batch size: the sampler divides the samples"
+            )
+        self._compared.add(self)
 
     def _order_terms(self) -> dict[str, Any]:
         return {"count": self.count, "shuffle": self.shuffle, "seed": self.seed}
@@ -298,3 +358,15 @@ def _length(dataset: Sized | IterableDataset[Any]) -> int | None:
         if isinstance(dataset, IterableDataset):
             return None
         raise UsageError(f"a sampler needs a data set with a length, not {type_name(dataset)}") from error
+
+
+def _describe_subset(dataset: object) -> str:
+    """Return which samples a Subset holds, as text that is short and differs where they do; "" for the whole."""
+    described, digest = "", hashlib.sha256()
+    while isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        numbers = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+        digest.update(repr(numbers).encode())
+        described = described or f"of indices {', '.join(map(str, numbers[:SHOWN_INDICES]))}, ..."
+        dataset = dataset.dataset
+    return described and f"{described} (SHA-256 {digest.hexdigest()[:8]})"

@@ -1,14 +1,16 @@
 """The state of an elastic training: committed, restored, synchronized, and saved when the job must stop."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dualdist import api, logging, session
+from dualdist.checkpoint.save_load import error_message, raise_problem
 from dualdist.checkpoint.state import StateCopy, check_part_names, has_state
 from dualdist.collectives.broadcast_state import (
     allgather_object,
@@ -259,11 +261,26 @@ def broadcast_state(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(part, torch.optim.Optimizer):
             broadcast_optimizer_state(group, part, ROOT)
         elif has_state(part):
-            state = broadcast_object(group, part.state_dict() if group.rank == ROOT else None, ROOT)
-            if group.rank != ROOT or isinstance(part, Sampler):  # a sampler splits the rest among the new ranks
-                part.load_state_dict(state)
+            with raised_on_all_ranks(group, name):
+                state = part.state_dict() if group.rank == ROOT else None
+            state = broadcast_object(group, state, ROOT)
+            with raised_on_all_ranks(group, name):
+                if group.rank != ROOT or isinstance(part, Sampler):  # a sampler splits the rest among the new ranks
+                    part.load_state_dict(state)
     plain = {name: part for name, part in parts.items() if not has_state(part)}
     return broadcast_object(group, plain, ROOT)
+
+
+@contextlib.contextmanager
+def raised_on_all_ranks(group: Group, name: str) -> Iterator[None]:
+    """Raise an error of the block, which is the program's own code, on all ranks; all of them run it."""
+    cause: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        cause = error
+    problem = "" if cause is None else f"{name}: {error_message(cause)}"
+    raise_problem(group, group.next_name("elastic.sync"), problem, UsageError, cause)
 
 
 def last_step() -> LastStep:
@@ -272,7 +289,8 @@ def last_step() -> LastStep:
     found: LastStep | None = here.extras.get(LAST_STEP)
     if found is None:
         rank = here.topology.rank
-        notice = PreemptionNotice(parse_notice_file(os.environ.get(NOTICE)) if rank == 0 else None)
+        file = parse_notice_file(os.environ.get(NOTICE))
+        notice = PreemptionNotice(file if rank == 0 else None)
         made = LastStep(notice, here.store, here.key, here.world.ranks, rank)
         found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have been first
         if found is made:

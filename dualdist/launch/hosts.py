@@ -23,8 +23,10 @@ from dualdist.launch.ssh import start_peer
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.machine import usable_cores
 from dualdist.utils.network_interfaces import failure_reason, list_interfaces
+from dualdist.utils.regular_file import open_regular
 from dualdist.version import __version__
 
+MAX_CHARACTERS = 1 << 20  # of a job file or a host file
 # "name", "name:2" and "name slots=2", the last with other settings of Open MPI's around.
 # Names go to ssh and to launchers that call a shell: no character has a meaning to one.
 WORD = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*)(?::(?P<slots>[0-9]{1,9}))?")
@@ -71,7 +73,11 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 def read_text(path: Path, what: str) -> str:
     """Return the text of a file that the user named; `what` is its kind in an error."""
     try:
-        return path.read_text()
+        with open(path, encoding="utf-8", opener=open_regular) as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise OSError(None, f"it is longer than {MAX_CHARACTERS} characters")
+        return text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"{path}: cannot read this {what}: {reason}") from error

@@ -32,6 +32,7 @@ from dualdist.utils.suggest import did_you_mean
 # The keys and indices from the top of the file to a value.
 KeyPath: TypeAlias = tuple[str | int, ...]
 NULL = ("~", "null", "Null", "NULL", "")
+MAX_VALUES = 10_000
 
 
 @dataclass
@@ -57,6 +58,8 @@ class YamlDocument:
         """Return the value of a node, and record its lines."""
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
+        if len(self.lines) > MAX_VALUES:
+            raise self.error(line, f"more than {MAX_VALUES} values: do aliases repeat a list that repeats others?")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):

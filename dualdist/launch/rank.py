@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,8 @@ LEFT_S = 1.0
 DRAIN_S = 0.5
 # Output belongs to a traceback for so many seconds after its header.
 FAILING_S = 1.0
+# In the names of Open MPI's shared memory, the first in hexadecimal.
+OPEN_MPI_JOB, OPEN_MPI_LOCAL_RANK = "OMPI_MCA_ess_base_jobid", "OMPI_COMM_WORLD_LOCAL_RANK"
 # The daemons of Open MPI 4 and 5, and of MPICH and its derivatives.
 MPI_DAEMONS = ("orted", "prted", "hydra_pmi_proxy")
 PARENT_POLL_S = 1.0
@@ -159,6 +161,7 @@ class RankProcess:
             processes.terminate_and_wait(self._mark, LEFT_S, below=os.getpid())
         if self._is_cut_off:
             _kill_mpi_daemon(self._parent)
+        _remove_mpi_memory(os.environ)
         return code
 
     def _descendants(self) -> list[int]:
@@ -268,6 +271,15 @@ def _kill_mpi_daemon(pid: int) -> None:
     with contextlib.suppress(OSError):
         if Path(f"/proc/{pid}/comm").read_text().strip() in MPI_DAEMONS:
             os.kill(pid, signal.SIGKILL)
+
+
+def _remove_mpi_memory(environ: Mapping[str, str]) -> None:
+    """Remove the shared memory of this rank, which has ended; Open MPI leaves that to mpirun, which may be killed."""
+    job, local_rank = environ.get(OPEN_MPI_JOB, ""), environ.get(OPEN_MPI_LOCAL_RANK, "")
+    if job.isdecimal() and local_rank.isdecimal():
+        for path in Path("/dev/shm").glob(f"*_segment.*.{os.geteuid()}.{int(job):x}.{int(local_rank)}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _report(control: socket.socket | None, message: RankEnded | RankFailing) -> None:

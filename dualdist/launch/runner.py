@@ -18,7 +18,7 @@ from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
 from dualdist.launch.supervisor import JobOutcome, Supervisor, listen
 from dualdist.rendezvous.exec_rendezvous import RUN_RENDEZVOUS
-from dualdist.utils.redaction import is_secret, redact_variables
+from dualdist.utils.redaction import is_secret, redact_command, redact_variables
 from dualdist.utils.variables import REQUEUE
 
 LOOPBACK = "127.0.0.1"
@@ -132,7 +132,8 @@ def _commands(launcher: str, job: Job, site: Site, control_port: int | None = No
 def _redacted_commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
     """Return the commands without the values of secrets."""
     site = replace(site, launcher_env=redact_variables(site.launcher_env))
-    return _commands(launcher, replace(job, env=redact_variables(job.env)), site)
+    job = replace(job, env=redact_variables(job.env), program=tuple(redact_command(job.program)))
+    return _commands(launcher, job, site)
 
 
 def _is_single_host(job: Job, launcher: str) -> bool:

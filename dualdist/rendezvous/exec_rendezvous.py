@@ -3,13 +3,21 @@
 Note [MPI last]: MPI starts once in a process, and the program may want to start it. So the ranks of one host connect to
 a Unix socket that is named after their launcher's process. Only ranks on several hosts, under a launcher that has
 neither an address nor a store, exchange the address by MPI, which then runs until the program ends.
+
+Note [strangers]: any user of a host may bind and connect to the names of Linux's abstract namespace. So both sides drop
+connections of other users, and there are several names, of which rank 0 takes the first that is free. Whoever connects
+and sends nothing, there or at a port, keeps nobody waiting.
 """
 
 import contextlib
+import errno
 import json
 import os
+import select
 import socket
-from collections.abc import Mapping, MutableMapping
+import struct
+import time
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,14 +35,19 @@ from dualdist.rendezvous.address_exchange import (
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report, with_location
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
-from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.deadline import LONGEST_POLL_S, Deadline, call_within
 from dualdist.utils.network_interfaces import LOOPBACK, PROBE_S, StoreAddress
 
 # Set by `dualdist run` where the ranks are on hosts that were given to it: where rank 0 listens.
 RUN_RENDEZVOUS = "DUALDIST_RUN_RENDEZVOUS"
 EXEC_SUFFIX = "-exec"
 POLL_S = 0.02
-UNIX_NAME = 100  # bytes at most
+UNIX_NAME = 100  # bytes at most, to which a number is added
+UNIX_NAMES = 16
+PEER = "3i"  # unix(7): struct ucred
+# Connections that have sent less than a report, of which the oldest is dropped: a rank connects again.
+MAX_SILENT = 64
+MAX_REPORT_BYTES, MAX_ANSWER_BYTES = 1 << 16, 1 << 26
 ERRORS = {kind.__name__: kind for kind in (TopologyError, RendezvousError)}
 
 
@@ -112,13 +125,55 @@ def _find_launcher(variable: str, environ: Mapping[str, str]) -> str | None:
 def _listen(endpoint: Endpoint, topology: Topology, host: str) -> socket.socket:
     """Return rank 0's listening socket, and publish its address."""
     if isinstance(endpoint, str):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(endpoint)
-        listener.listen(socket.SOMAXCONN)
-        return listener
+        return _listen_at(_unix_names(endpoint))
     if isinstance(endpoint, tuple):
         return network_interfaces.open_listener(endpoint[1], loopback_only=False)
     return publish_listener(endpoint, topology, host)
+
+
+def _unix_names(endpoint: str) -> list[str]:
+    return [f"{endpoint}-{number}" for number in range(UNIX_NAMES)]
+
+
+def _listen_at(names: list[str]) -> socket.socket:
+    """Return a socket that listens at the first name that no other user holds: Note [strangers]."""
+    listener = socket.socket(socket.AF_UNIX)
+    for name in names:
+        try:
+            listener.bind(name)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise RendezvousError(f"rank 0 cannot listen on a Unix socket ({error.strerror})") from error
+            if (holder := _connect_to_own(name)) is not None:
+                holder.close()
+                raise TopologyError("two processes are rank 0: is one left over from another job?") from error
+            continue
+        listener.listen(socket.SOMAXCONN)
+        return listener
+    raise RendezvousError(
+        "other users of this host hold the names by which its ranks meet: set MASTER_ADDR and MASTER_PORT, "
+        f"or {RENDEZVOUS}=file:///a/folder/name"
+    )
+
+
+def _connect_to_own(name: str) -> socket.socket | None:
+    """Return a connection to the process of this user that listens at the name, or None, without waiting."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)
+    with contextlib.suppress(OSError):  # nobody listens there, or nobody accepts
+        connection.connect(name)
+        if _is_own(connection):
+            return connection
+    connection.close()
+    return None
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Return True unless another user's process is at the other end of a Unix socket."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(PEER))
+    return bool(struct.unpack(PEER, credentials)[1] == os.getuid())
 
 
 def _serve(listener: socket.socket, own: RankReport, wanted_port: int, deadline: Deadline) -> dict[str, Any]:
@@ -134,6 +189,7 @@ def _serve(listener: socket.socket, own: RankReport, wanted_port: int, deadline:
     answer = {"error": error, "locations": locations, "address": address, "port": reserve_port(wanted_port)}
     for connection, reached in peers:
         with contextlib.suppress(OSError), connection:
+            connection.settimeout(PROBE_S)
             connection.sendall(f"{json.dumps({**answer, 'address': reached or address})}\n".encode())
     return answer
 
@@ -143,32 +199,88 @@ def _collect(
 ) -> list[RankReport]:
     """Return the reports of all ranks; each one's connection, and rank 0's address if remote, is added to `peers`."""
     reports = {own.rank: own}
-    while len(reports) < own.size:
-        listener.settimeout(max(deadline.left_s(), 0.001))
-        try:
-            connection = listener.accept()[0]
-        except TimeoutError as error:
-            missing = [rank for rank in range(own.size) if rank not in reports]
-            raise RendezvousError(
-                f"rank 0 waited {deadline.timeout_s:g} s for all {own.size} ranks to start; missing: {missing}"
-            ) from error
-        try:
-            hello = _receive(connection, PROBE_S)
-            other, reached = RankReport.loads(hello["report"]), str(hello["reached"])
-        except (OSError, ValueError, TypeError, KeyError):  # a probe, or a stranger
-            connection.close()
-            continue
-        peers.append((connection, reached))
-        if other.size != own.size:
-            raise TopologyError(
-                f"rank {other.rank} of {other.size} met ranks of a job of {own.size}: were all started by one command?"
-            )
-        if other.rank in reports:
-            raise TopologyError(
-                f"two processes are rank {other.rank} of {own.size}: is one left over from another job?"
-            )
-        reports[other.rank] = other
+    with contextlib.closing(_receive_lines(listener, deadline)) as lines:
+        for connection, line in lines if own.size > 1 else ():
+            try:
+                hello = json.loads(line)
+                other, reached = RankReport.loads(hello["report"]), str(hello["reached"])
+                peer_rank, peer_size = int(other.rank), int(other.size)
+            except (ValueError, TypeError, KeyError, RecursionError):  # a probe, or a stranger
+                connection.close()
+                continue
+            peers.append((connection, reached))
+            if peer_size != own.size:
+                raise TopologyError(
+                    f"rank {peer_rank} of {peer_size} met ranks of a job of {own.size}: were all started by one "
+                    "command?"
+                )
+            if peer_rank in reports:
+                raise TopologyError(
+                    f"two processes are rank {peer_rank} of {own.size}: is one left over from another job?"
+                )
+            reports[peer_rank] = other
+            if len(reports) == own.size:
+                break
+    missing = [rank for rank in range(own.size) if rank not in reports]
+    if len(reports) < own.size:
+        raise RendezvousError(
+            f"rank 0 waited {deadline.timeout_s:g} s for all {own.size} ranks to start; missing: {missing}"
+        )
     return [reports[rank] for rank in sorted(reports)]
+
+
+def _receive_lines(listener: socket.socket, deadline: Deadline) -> Generator[tuple[socket.socket, bytes], None, None]:
+    """Yield each connection of this user that sends a line, with the line, until the deadline: Note [strangers]."""
+    received: dict[socket.socket, bytes] = {}  # less than a line
+    listener.setblocking(False)
+    try:
+        while not deadline.passed():
+            for connection in _readable([listener, *received], deadline):
+                if connection is listener:
+                    received.update(dict.fromkeys(_accept(listener), b""))
+                    continue
+                before, data = received.pop(connection), _read(connection)
+                if b"\n" in data:
+                    yield connection, before + data.partition(b"\n")[0]
+                elif data and len(before) < MAX_REPORT_BYTES:
+                    received[connection] = before + data
+                else:
+                    connection.close()
+            for connection in list(received)[:-MAX_SILENT]:
+                del received[connection]
+                connection.close()
+    finally:
+        for connection in received:
+            connection.close()
+
+
+def _readable(sockets: Sequence[socket.socket], deadline: Deadline) -> list[socket.socket]:
+    poll = select.poll()
+    for each in sockets:
+        poll.register(each, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll(1000 * min(LONGEST_POLL_S, deadline.left_s()))}
+    return [each for each in sockets if each.fileno() in ready]
+
+
+def _accept(listener: socket.socket) -> list[socket.socket]:
+    """Return the next connection, unless it is another user's."""
+    try:
+        connection = listener.accept()[0]
+    except OSError:  # it is gone, or no file descriptor is left
+        time.sleep(POLL_S)
+        return []
+    if not _is_own(connection):
+        connection.close()
+        return []
+    connection.setblocking(False)
+    return [connection]
+
+
+def _read(connection: socket.socket) -> bytes:
+    """Return what has come, b"" at the end."""
+    with contextlib.suppress(OSError):
+        return connection.recv(MAX_REPORT_BYTES)
+    return b""
 
 
 def _ask(endpoint: Endpoint, report: RankReport, deadline: Deadline) -> dict[str, Any]:
@@ -179,10 +291,10 @@ def _ask(endpoint: Endpoint, report: RankReport, deadline: Deadline) -> dict[str
             with connection:
                 hello = {"report": report.dumps(), "reached": reached}
                 connection.sendall(f"{json.dumps(hello)}\n".encode())
-                return _receive(connection, deadline.left_s())
+                return _receive(connection, deadline)
         except UsageError:
             raise
-        except (OSError, ValueError, RendezvousError) as error:
+        except (OSError, ValueError, TypeError, RecursionError, RendezvousError) as error:
             if deadline.passed() or isinstance(endpoint, BroadcastAddressExchange):
                 where = "" if isinstance(endpoint, str | tuple) else f" {endpoint.describe()}"
                 raise RendezvousError(
@@ -196,9 +308,11 @@ def _connect(endpoint: Endpoint, host: str, deadline: Deadline) -> tuple[socket.
     """Connect to rank 0 once; return the connection, and rank 0's address if it is on another host."""
     timeout_s = max(0.1, min(PROBE_S, deadline.left_s()))
     if isinstance(endpoint, str):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(endpoint)
-        return connection, ""
+        found = next(filter(None, map(_connect_to_own, _unix_names(endpoint))), None)
+        if found is None:
+            raise RendezvousError("it does not listen yet")
+        found.settimeout(timeout_s)
+        return found, ""
     if isinstance(endpoint, tuple):
         try:
             return socket.create_connection(endpoint, timeout_s), endpoint[0]
@@ -212,11 +326,16 @@ def _connect(endpoint: Endpoint, host: str, deadline: Deadline) -> tuple[socket.
     return socket.create_connection((address, published.port), timeout_s), "" if address == LOOPBACK else address
 
 
-def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
+def _receive(connection: socket.socket, deadline: Deadline) -> dict[str, Any]:
     """Return the message of one line; ValueError if the connection is closed first."""
-    connection.settimeout(max(timeout_s, 0.001))
-    with connection.makefile() as lines:
-        return dict(json.loads(lines.readline()))
+    received = bytearray()
+    while not received.endswith(b"\n") and len(received) < MAX_ANSWER_BYTES:
+        connection.settimeout(max(deadline.left_s(), 0.001))
+        data = connection.recv(MAX_REPORT_BYTES)
+        if not data or deadline.passed():
+            break
+        received += data
+    return dict(json.loads(received))
 
 
 def reserve_port(wanted: int) -> int:

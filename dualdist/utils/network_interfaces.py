@@ -127,9 +127,12 @@ def failure_reason(error: OSError) -> str:
 
 
 def open_listener(port: int, loopback_only: bool) -> socket.socket:
-    """Return a socket that listens on `port`, 0 for any free one."""
+    """Return a socket that listens on `port`, 0 for any free one; on addresses of IPv6 too, where the host has them."""
+    backlog = socket.SOMAXCONN
     try:
-        return socket.create_server((LOOPBACK if loopback_only else "", port), backlog=socket.SOMAXCONN)
+        if loopback_only or not socket.has_dualstack_ipv6():
+            return socket.create_server((LOOPBACK if loopback_only else "", port), backlog=backlog)
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
     except OSError as error:
         raise RendezvousError(
             f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another program or an earlier run "

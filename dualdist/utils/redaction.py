@@ -16,6 +16,11 @@ OPTION = re.compile(r"--?[\w-]+=(?=[A-Za-z_]\w*=)")  # an option whose value is 
 # Shorter values may be common words.
 LEAST_LENGTH = 4
 QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
+# An option whose value is the next word, alone and in a command for a shell.
+OPTION_NAME = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)")
+OPTION_AND_VALUE = re.compile(
+    rf"""(?P<before>(?<![^\s'"])--?(?P<name>[A-Za-z][\w-]*)[ \t]+)(?:{QUOTED}|[^\s'";&|-][^\s'";&|]*)"""
+)
 # Settings in text: a name, a separator and a value.
 SETTINGS = tuple(
     re.compile(pattern, re.MULTILINE)
@@ -49,14 +54,26 @@ def redact_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 def redact_command(argv: Iterable[str]) -> list[str]:
     """Return the command line with secrets redacted, also within arguments for a shell."""
-    return [_redact_word(word) for word in argv]
+    shown, hides_next = list[str](), False
+    for word in argv:
+        shown.append(HIDDEN if hides_next and not word.startswith("-") else _redact_word(word))
+        option = OPTION_NAME.fullmatch(word)
+        hides_next = option is not None and _is_secret_option(option["name"])
+    return shown
+
+
+def _is_secret_option(name: str) -> bool:
+    return is_secret(name.replace("-", "_"))
 
 
 def _redact_word(word: str) -> str:
     option = OPTION.match(word)
-    if option and not is_secret(option[0].strip("-=").replace("-", "_")):
+    if option and not _is_secret_option(option[0].strip("-=")):
         return option[0] + _redact_word(word[option.end() :])
     name, equals, _ = word.partition("=")
+    word = OPTION_AND_VALUE.sub(
+        lambda found: f"{found['before']}{HIDDEN}" if _is_secret_option(found["name"]) else found[0], word
+    )
     is_whole = equals and VARIABLE.fullmatch(name) and is_secret(name)  # with any blanks and quotes in its value
     return f"{name}={HIDDEN}" if is_whole else redact_text(word)
 

@@ -119,3 +119,12 @@ def format_ranks(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:SHOWN]))
     return f"ranks {shown}" + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+
+
+def format_by_rank(values: Sequence[object]) -> str:
+    """Return e.g. "1 on rank 0, 2 on ranks 1, 2" for the value of each rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    shown = [f"{text} on {format_ranks(members)}" for text, members in list(ranks.items())[:SHOWN]]
+    return ", ".join(shown) + (f" and {len(ranks) - SHOWN} other values" if len(ranks) > SHOWN else "")

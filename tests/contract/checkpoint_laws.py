@@ -336,7 +336,8 @@ def sampler_positions_that_differ_are_an_error_on_saving() -> None:
                         next(steps, None)
                         dd.save_checkpoint(path, sampler=sampler)
         sampler = dd.Sampler(range(SAMPLES), remainder="drop")
-        next(iter(dd.loader(range(SAMPLES), 1 if dd.rank() == 0 else 2, sampler=sampler)))
+        for _ in zip(range(1 + (dd.rank() != 0)), dd.loader(range(SAMPLES), 1, sampler=sampler), strict=False):
+            pass
         if dd.size() > 1:
             raises(MismatchError, lambda: dd.save_checkpoint(path, sampler=sampler), "sampler", "rank 0", "position")
 
@@ -355,6 +356,17 @@ def damaged_checkpoints_are_skipped_on_every_rank() -> None:
         assert ["checkpoint-00000002.pt is truncated" in str(one.message) for one in warned] == [True] * (
             dd.rank() == 0
         )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            raises(RuntimeWarning, lambda: dd.load_checkpoint(path), "checkpoint-00000002.pt is truncated")
+        if dd.rank() == 0:
+            (path / "checkpoint-00000003.pt").symlink_to(path / "checkpoint-00000003.pt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert dd.load_checkpoint(path) == {"step": 1}
+        dd.barrier()
+        if dd.rank() == 0:
+            (path / "checkpoint-00000003.pt").unlink()
         dd.save_checkpoint(path, step=3, keep=2)
         if dd.rank() == 0:
             (path / "checkpoint-00000003.pt").unlink()
@@ -376,6 +388,32 @@ def elastic_state_syncs_from_rank_0() -> None:
     found = (digest(layer), optimizer.param_groups[0]["lr"], state.step)
     assert found[1:] == (0.1, 0)
     assert len({*dd.allgather_object(found)}) == 1
+
+
+class OwnState:
+    """An object of the program, whose state cannot be read on rank 0 or set on the last rank."""
+
+    def __init__(self, refuses: str) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {} if self.refuses != "state_dict" else {}["missing"]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert self.refuses != "load_state_dict" or dd.rank() != dd.size() - 1, "not here"
+
+
+@law
+def an_error_of_one_ranks_object_is_raised_by_sync_on_every_rank() -> None:
+    raises(UsageError, dd.elastic.State(own=OwnState("state_dict")).sync, "own: KeyError: 'missing'")
+    if dd.size() > 1:
+        raises(
+            UsageError,
+            dd.elastic.State(own=OwnState("load_state_dict")).sync,
+            f"rank {dd.size() - 1}: own: ",
+            "not here",
+        )
+    dd.elastic.State(own=OwnState("")).sync()
 
 
 @law

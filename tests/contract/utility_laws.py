@@ -1,11 +1,15 @@
 """Metrics, printing, dd.info() and the timeline."""
 
 import contextlib
+import ctypes
+import faulthandler
 import io
 import math
 import os
 import tempfile
+import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from torch import nn
 import dualdist as dd
 from dualdist import session
 from dualdist.diagnostics import timeline
-from dualdist.errors import UsageError
+from dualdist.errors import MismatchError, NotInitializedError, UsageError
 
 STEPS = 3
 
@@ -164,3 +168,102 @@ def check(events: list[dict[str, Any]], size: int) -> None:
 
 def ended(event: dict[str, Any]) -> float:
     return float(event["ts"] + event["dur"])
+
+
+@law
+def samplers_that_differ_are_an_error_at_the_first_iteration_of_an_epoch_on_every_rank() -> None:
+    last = dd.rank() == dd.size() - 1
+    data = range(8 * dd.size())
+    half = torch.utils.data.Subset(data, list(data[dd.rank() :: dd.size()]))  # type: ignore[arg-type]
+
+    def begin(dataset: Any = data, batch: int = 2, epoch: int = 0, done: int = 0, **options: Any) -> None:
+        sampler = dd.Sampler(dataset, **{"remainder": "drop", **options})
+        sampler.set_epoch(epoch)
+        if done:
+            sampler.load_state_dict(sampler.state_dict() | {"position": done})
+        next(iter(dd.loader(dataset, batch, sampler=sampler)))
+
+    different: list[tuple[dict[str, Any], str]] = [
+        ({"seed": dd.rank()}, "seed is 0 on rank 0, 1 on rank 1"),
+        ({"dataset": range(40 + last)}, "samples is 40 on rank"),
+        ({"dataset": half}, "subset is of indices 0, "),
+        ({"shuffle": last}, "shuffle is False on rank"),
+        ({"remainder": "pad" if last else "drop"}, "remainder is drop on rank"),
+        ({"epoch": int(last)}, "epoch is 0 on rank"),
+        ({"done": dd.size() * (1 + last)}, f"position is {dd.size()} on rank"),
+        ({"batch": 2 + last}, "batch_size is 2 on rank"),
+    ]
+    for arguments, words in different if dd.size() > 1 else ():
+        raises(MismatchError, lambda given=arguments: begin(**given), "dd.Sampler differs", words)  # type: ignore[misc]
+    begin()
+
+
+@law
+def samplers_are_compared_once_an_epoch_whatever_batch_each_rank_left_it_at() -> None:
+    exchanges = session.current().world.exchanges
+    sampler = dd.Sampler(range(4 * dd.size()), remainder="drop")
+    loader = dd.loader(range(4 * dd.size()), 1, sampler=sampler)  # type: ignore[arg-type]
+    for batches in (1, 1 + dd.rank() % 2, 4):  # then the rest
+        for _ in zip(range(batches), loader, strict=False):
+            pass
+    assert session.current().world.exchanges - exchanges == (dd.size() > 1)
+    list(loader)
+    assert session.current().world.exchanges - exchanges == 2 * (dd.size() > 1)
+
+
+@law
+def uneven_samplers_go_on_to_the_next_epoch_at_their_own_step() -> None:
+    """As a program that counts steps, not epochs; it is the other ranks' allreduce that they meet there."""
+    sampler = dd.Sampler(range(2 * dd.size() + 1), remainder="uneven")
+    loader = dd.loader(range(2 * dd.size() + 1), 1, sampler=sampler)  # type: ignore[arg-type]
+    batches = iter(loader)
+    for _ in range(7):
+        try:
+            next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            next(batches)
+        assert dd.allreduce(torch.ones(1), op="sum").item() == dd.size()
+
+
+def status_of_child(call: Callable[[], object]) -> int:
+    """Return the exit status of a forked child that runs the call: 3 if it returns, and ends as a program does."""
+    faulthandler.cancel_dump_traceback_later()  # of the harness: a forked child waits for its thread at exit
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        call()
+        ctypes.pythonapi.Py_Exit(3)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+@law
+def a_forked_child_has_no_session_and_its_exit_leaves_the_rank_alone() -> None:
+    model = net(seed=1)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    group = dd.new_group(ranks())
+    under_way = dd.allreduce(torch.full((2,), float(dd.rank())), op="sum", async_op=True)
+    rank = dd.rank()
+
+    def use_and_shut_down() -> None:
+        words = f"a child that rank {rank} forked after dd.init()"
+        raises(NotInitializedError, lambda: dd.allreduce(torch.full((2,), 100.0)), words)
+        raises(NotInitializedError, lambda: dd.allreduce(torch.full((2,), 100.0), group=group), words)
+        for call in (dd.rank, dd.barrier, dd.init):
+            raises(NotInitializedError, call, words)
+        raises(NotInitializedError, lambda: (loss_of(model, 0).backward(), optimizer.step()))
+        assert not dd.is_initialized()
+        assert list(dd.progress([1])) == [1]
+        dd.shutdown()
+
+    assert status_of_child(use_and_shut_down) == 3
+    expected = [float(sum(ranks()))] * 2
+    assert under_way.wait().tolist() == expected
+    assert dd.allreduce(torch.full((2,), float(rank)), op="sum", group=group).tolist() == expected
+    loss_of(model, 0).backward()
+    optimizer.step()
+    dd.check_consistency(model)
+    dd.remove_group(group)

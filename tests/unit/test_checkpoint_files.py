@@ -27,6 +27,7 @@ from dualdist.checkpoint.files import (
     number_of,
     read,
     read_newest,
+    real_path,
     write,
 )
 from dualdist.checkpoint.save_load import DiskOutcome, DiskTask
@@ -78,10 +79,12 @@ def test_what_is_not_a_regular_file_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-00000003.pt").mkdir()
     (tmp_path / "checkpoint-00000004.pt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "checkpoint-00000005.pt").symlink_to("/dev/zero")
+    (tmp_path / "checkpoint-00000006.pt").symlink_to("checkpoint-00000006.pt")
     found = read_newest(tmp_path, FileProgress())
-    assert (number_of(found.path), len(found.refused)) == (1, 4)
-    assert [number_of(save(tmp_path, step, keep=1)) for step in (6, 7)] == [6, 7]
-    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-0000000{number}.pt" for number in (2, 3, 4, 5, 7)]
+    assert (number_of(found.path), len(found.refused)) == (1, 5)
+    assert [number_of(save(tmp_path, step, keep=1)) for step in (7, 8)] == [7, 8]
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-0000000{number}.pt" for number in (2, 3, 4, 5, 6, 8)]
+    assert real_path(tmp_path / "checkpoint-00000006.pt").name == "checkpoint-00000006.pt"
 
 
 def test_torch_load_and_zipfile_read_it(tmp_path: Path) -> None:
@@ -282,3 +285,20 @@ def test_cpu_time_counts_as_progress() -> None:
     while (outcome := task.outcome()) is None:
         pass
     assert outcome == DiskOutcome("done")
+
+
+def test_a_thread_that_cannot_start_or_leaves_by_an_exit_is_an_error_of_the_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(progress: FileProgress) -> str:
+        raise SystemExit("left")
+
+    outcome = DiskTask(leave, limit_s=1.0).outcome()
+    assert outcome == DiskOutcome(error="SystemExit: left")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    outcome = DiskTask(lambda progress: "done", limit_s=1.0).outcome()
+    assert outcome == DiskOutcome(error="RuntimeError: can't start new thread")

@@ -1,10 +1,13 @@
 """`dualdist exec`: ranks that meet (one thread each), a program's variables, the port, how programs start and end."""
 
 import json
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ from harness.jobs import Launch, Outcome
 from dualdist.environments import EXEC_VARIABLES, detect, find_unused
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.launch.exec_env import prepare, program_variables, topology_variables
-from dualdist.rendezvous.exec_rendezvous import ExecRendezvous, reserve_port
+from dualdist.rendezvous.exec_rendezvous import ExecRendezvous, _find_endpoint, reserve_port
+from dualdist.utils.deadline import Deadline
+from dualdist.utils.network_interfaces import wait_until_listening
 
 EXEC = (sys.executable, "-m", "dualdist", "exec")
 ROWS = [
@@ -56,10 +61,13 @@ def test_all_ranks_get_one_address_and_their_own_numbers(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_meet_at_the_address_that_they_were_given_and_keep_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["localhost", "::1"])
+def test_ranks_meet_at_the_address_that_they_were_given_and_keep_it(address: str) -> None:
     """No variable gives the local rank here, so that they must meet; then the program listens on the same port."""
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        main = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        main = {"MASTER_ADDR": address, "MASTER_PORT": str(free.getsockname()[1])}
     environs = [{**main, "RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(3)]
     assert met(environs) == [None] * 3
     assert [environ["LOCAL_RANK"] for environ in environs] == ["0", "1", "2"]
@@ -90,6 +98,72 @@ def test_ranks_of_another_job_are_an_error(tmp_path: Path) -> None:
     errors = met([ranks(tmp_path, 2)[0], ranks(tmp_path, 3)[1]])
     assert ["rank 1 of 3 met ranks of a job of 2" in str(error) for error in errors] == [True] * 2
     assert {type(error) for error in errors} == {TopologyError}
+
+
+def test_who_connects_and_is_silent_or_sends_garbage_delays_nobody(tmp_path: Path) -> None:
+    """Ten of them would have taken 5 s each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environs = [
+        {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor(1) as pool, ExitStack() as peers:
+        first = pool.submit(met, [environs[0]], 30)
+        wait_until_listening("127.0.0.1", port, Deadline(20), "rank 0")
+        for message in (*[b""] * 10, b"[" * 100_000 + b"\n", b'{"report": "[]", "reached": ""}\n', b"\xff" * 100_000):
+            peers.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(message)
+        assert met([environs[1]], timeout_s=20) == first.result() == [None]
+
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+held, silent = socket.socket(socket.AF_UNIX), []
+held.bind(f"\\0{sys.argv[1]}-0")
+held.listen(1)
+print("holds it", flush=True)
+while True:
+    try:
+        silent.append(socket.socket(socket.AF_UNIX))
+        silent[-1].connect(f"\\0{sys.argv[1]}-1")
+        silent[-1].sendall(b'{"report": "{}", "reached": "10.0.0.1"}\\n')
+    except OSError:
+        silent.pop().close()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user too")
+def test_another_user_neither_joins_nor_holds_up_the_ranks_of_a_host() -> None:
+    size, variables = 3, ("RANK", "LOCAL_RANK")
+    environs = [
+        {f"OMPI_COMM_WORLD_{name}": str(rank) for name in variables}
+        | {f"OMPI_COMM_WORLD_{name}": str(size) for name in ("SIZE", "LOCAL_SIZE")}
+        | {"PMIX_NAMESPACE": f"test-{os.getpid()}"}
+        for rank in range(size)
+    ]
+    name = _find_endpoint(detect(environs[0]), environs[0], Deadline(5))
+    assert isinstance(name, str)
+    argv = [sys.executable, "-c", STRANGER, name.removeprefix("\0")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == b"holds it\n"
+        try:
+            assert met(environs, timeout_s=30) == [None] * size
+            assert {environ["MASTER_ADDR"] for environ in environs} == {"127.0.0.1"}
+        finally:
+            stranger.kill()
+
+
+def test_two_processes_that_are_rank_0_of_a_host_are_an_error() -> None:
+    environ = {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
+    environ |= {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": f"twice-{os.getpid()}",
+    }
+    found = {str(error).partition(":")[0] for error in met([environ, dict(environ)], timeout_s=2)}
+    assert "two processes are rank 0" in found
 
 
 def test_variables_and_addresses_that_cannot_be_used_are_errors_at_once(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Job files: the values of every key, and one error message with file and line for each mistake."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,25 @@ def test_all_mistakes_of_a_file_are_reported_in_its_order_and_an_unreadable_one_
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"job\.yaml: cannot read this job file: it is not UTF-8 text"):
         load(tmp_path / "job.yaml")
+
+
+def test_aliases_that_expand_without_bound_are_refused() -> None:
+    """A dozen lines would give 10**12 values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (error,) = errors_of("\n".join(lines))
+    assert error.startswith("job.yaml:")
+    assert "more than 10000 values: do aliases repeat" in error
+    assert loads("program: a.py\nargs: &a [b]\nhosts: *a\n", "job.yaml").hosts == ("b",)
+
+
+def test_what_is_no_regular_file_or_too_long_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_bytes(b"#" * (1 << 20) + b"\n")
+    for path, reason in (
+        ("/dev/zero", "not a regular"),
+        (tmp_path / "pipe", "not a regular"),
+        (tmp_path / "long", "lon"),
+    ):
+        with pytest.raises(UsageError, match=f"cannot read this job file: it is {reason}"):
+            load(Path(path))

@@ -2,9 +2,12 @@
 
 import os
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.jobs import Launch
 
 from dualdist.launch import control_channel, env_defaults
 from dualdist.launch.failure import (
@@ -232,3 +235,22 @@ def test_a_rank_gets_the_variables_of_the_job_then_the_users_then_ours(
     found = env_defaults.rank_variables({}, {}, threads=None, interface="ib0", has_hosts=False)
     assert [env_defaults.threads_per_rank(*each) for each in ((8, 2), (8, 3), (2, 4))] == [4, 2, 1]
     assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
+
+
+def test_a_rank_leaves_none_of_its_own_shared_memory_of_open_mpi_behind(launch: Launch) -> None:
+    """mpirun removes it, unless it was killed; that of other jobs, users and ranks stays."""
+    job, host, user = 0x7FAB0001, f"test{os.getpid()}", os.geteuid()
+    own = [f"vader_segment.{host}.{user}.{job:x}.1", f"sm_segment.{host}.{user}.{job:x}.1"]
+    others = [f"vader_segment.{host}.{user}.{job:x}.11", f"vader_segment.{host}.{user + 1}.{job:x}.1"]
+    paths = [Path("/dev/shm", name) for name in (*own, *others)]
+    for path in paths:
+        path.touch()
+    try:
+        env = {"OMPI_MCA_ess_base_jobid": str(job), "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+        program = launch.write("x.py", "print('it ran')")
+        outcome = launch([sys.executable, "-m", "dualdist.launch.rank", program], env=env)
+        assert outcome.stdout == "it ran\n"
+        assert [path.exists() for path in paths] == [False, False, True, True]
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,25 @@ def test_progress_is_shown_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch, caps
         monkeypatch.setenv(name, value)
     assert list(dd.progress(range(30))) == list(range(30))
     assert capsys.readouterr().err == ""
+
+
+class Uncounted:
+    """Iterates, with a length that is an error, as a DataLoader of an iterable data set."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_progress_without_a_length_or_a_stream_yields_the_items(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(dd.progress(Uncounted(), "epoch")) == [0, 1, 2]
+    assert capsys.readouterr().err.startswith("epoch: 3 in 0:00")
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
+    assert list(dd.progress(range(3))) == [0, 1, 2]
 
 
 def test_a_line_and_its_end_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:

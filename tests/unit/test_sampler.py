@@ -251,8 +251,16 @@ def test_invalid_arguments_are_refused_with_the_valid_ones() -> None:
         dd.Sampler(Stream(5), remainder="drop")
     with pytest.raises(UsageError, match="with a length, not a generator"):
         dd.Sampler((number for number in range(3)), remainder="drop")  # type: ignore[arg-type]
+    weighted = torch.utils.data.WeightedRandomSampler([1.0, 2.0], 32)
+    for other in (weighted, DistributedSampler(range(3), 1, 0), DataLoader(range(3))):  # type: ignore[arg-type, list-item]
+        with pytest.raises(UsageError, match=f"divides a data set, not a {type(other).__name__}, whose choice"):
+            dd.Sampler(other, remainder="drop")
     with pytest.raises(UsageError, match=r"shuffle: pass it to dd\.Sampler"):
         loader_of(sampler_of(), shuffle=True)
+    with pytest.raises(UsageError, match=r"batch_sampler: .*pass sampler=dd\.Sampler"):
+        dd.loader(range(3), batch_sampler=torch.utils.data.BatchSampler(range(3), 2, False))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"needs sampler=dd\.Sampler\(dataset, \.\.\.\)$"):
+        dd.loader(range(3))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has 3 samples, that of the sampler 20"):
         dd.loader(range(3), sampler=sampler_of())  # type: ignore[arg-type]
 

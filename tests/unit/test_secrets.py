@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,27 @@ def test_the_value_of_a_secret_option_is_redacted(option: str) -> None:
         shown = redact_command([f"{option}={value}"])[0]
         assert value not in shown
         assert shown.endswith("***")
+
+
+@pytest.mark.parametrize("option", ["--password", "--api-key", "--db-pw", "-token"])
+def test_a_secret_option_hides_the_next_word_also_in_a_command_for_a_shell(option: str) -> None:
+    assert redact_command(["x.py", option, "hush", "--lr", "1"]) == ["x.py", option, "***", "--lr", "1"]
+    assert redact_command(["x.py", option, "--lr", "1"]) == ["x.py", option, "--lr", "1"]
+    line = f"exec python x.py {option} 'hush hush' --lr 1 {option} hush; ls --key-word no -k-token"
+    shown = f"exec python x.py {option} *** --lr 1 {option} ***; ls --key-word no -k-token"
+    assert redact_command(["sh", "-c", line]) == ["sh", "-c", shown]
+
+
+def test_a_dry_run_hides_secret_options_of_the_program(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for options in (["-np", "2"], ["-np", "2", "--launcher", "spawn"], ["--scheduler", "slurm", "-np", "2"]):
+        assert main(["run", "--dry-run", *options, "train.py", "--password", "hush", "--lr", "1"]) == 0
+        shown = capsys.readouterr().out
+        assert "hush" not in shown
+        assert "--lr 1" in shown
 
 
 @pytest.mark.parametrize(
