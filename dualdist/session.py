@@ -105,7 +105,7 @@ def _leave_to_parent() -> None:
         return
     _process.forked_from, _process.session = session.topology, None
     for group in (session.world, *session.groups):
-        group.is_open = False  # for optimizers and others that hold it
+        group.channel.latch.is_open = False  # for optimizers and others that hold it
     for inherited in (session, _process.rendezvous_store):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
     atexit._clear()

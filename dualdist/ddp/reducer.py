@@ -19,8 +19,9 @@ same; its end reduces once more, which does not change a mean. If only some rank
 next backward and the process ends, the others get RankLostError.
 
 Note [interrupts]: an exception of a signal handler, as KeyboardInterrupt, that leaves the wait for the last buckets is
-raised once they have come, and the gradients are those of all ranks: the others step with them. If the buckets do not
-come within INTERRUPTED_S, or a second exception comes, the reduction fails on all ranks.
+raised once they have come, and the gradients are those of all ranks. The others step with them: a rank that goes on
+without that step, by zero_grad() or another backward, fails on all ranks. So it does if the buckets do not come within
+INTERRUPTED_S, or a second exception comes.
 
 Gradients that were accumulated into the bucket itself are lost with what was sent of them: zero_grad() replaces them,
 and without it the group fails. On a GPU the host does not wait to read the others' flags; only a rank that discards a
@@ -82,6 +83,7 @@ class Reducer(ParamBuckets):
         self._num_backwards = 0  # since the last reduction
         self._num_since_step = 0  # reductions since the last step
         self._interrupt: BaseException | None = None  # Note [interrupts]
+        self._must_step = False  # as the other ranks do
         self._last_sums: list[weakref.ref[torch.Tensor]] = []  # the gradients assigned last, with op="sum"
         super().__post_init__()
 
@@ -104,12 +106,24 @@ class Reducer(ParamBuckets):
     def reset_step(self) -> None:
         """Begin the next step: the gradients have been used or cleared."""
         self._num_since_step = self._num_backwards = 0
+        self._must_step = False
         self.nonfinite = {}
 
     def prepare_zero_grad(self) -> None:
         """Take the gradients of a backward that raised out of the buckets, which are still being reduced."""
+        if self._must_step:
+            with self.errors(), self._channel.failing("zero_grad() after an interrupted backward"):
+                self._require_step()
         if self._next_bucket:
             self.keep_grads()
+
+    def _require_step(self) -> None:
+        """Raise CollectiveError if this rank leaves out a step that the others take: Note [interrupts]."""
+        if self._must_step:
+            raise CollectiveError(
+                "an exception interrupted the end of a backward on this rank, whose gradients the other ranks step "
+                "with, and this rank goes on without that step: call step() after such an exception, or end the program"
+            )
 
     def set_order(self, order: Sequence[int]) -> None:
         """Rebuild the buckets in the order of another run; every rank calls this, between two steps.
@@ -132,6 +146,7 @@ class Reducer(ParamBuckets):
             if self.packer.is_open(backward):  # by a hook of another device
                 return
             self._require_open()
+            self._require_step()
             if self._uses_cuda:
                 refuse_capture()
             self.discard_interrupted()
@@ -294,6 +309,7 @@ class Reducer(ParamBuckets):
         """Raise what interrupted a wait, now that the gradients are those of all ranks."""
         interrupt, self._interrupt = self._interrupt, None
         if interrupt is not None:
+            self._must_step = True
             raise interrupt
 
     def _must_rebuild_buckets(self) -> bool:

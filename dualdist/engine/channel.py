@@ -58,11 +58,13 @@ class Latch:
 
     Attributes:
         failure: Why this rank begins no more operations.
+        cause: The same as text, with the operation.
         has_told: The other ranks know, and operations that are still under way will not end.
     """
 
     def __init__(self, backend: Backend, monitor: Monitor, timeout_s: float) -> None:
         self.failure: BaseException | None = None
+        self.cause = ""
         self.has_told = False
         self.is_open = True
         self._backends = [backend]
@@ -89,35 +91,35 @@ class Latch:
             exit_if_continued(self._refused_since, self._timeout_s, str(self.failure))
             raise CollectiveError(
                 "the ranks are out of step since an operation failed; call dd.shutdown() and dd.init() on every rank, "
-                f"or start the job again. It was: {describe_cause(self.failure)}"
+                f"or start the job again. It was: {self.cause}"
             ) from self.failure
 
     def fail(self, error: BaseException, what: object = "") -> None:
         """Refuse all further operations here and on the other ranks, unless the error left all at the same point."""
-        if self.close(error):
-            self.tell(what)
+        if self.close(error, what):
+            self.tell()
 
-    def close(self, error: BaseException) -> bool:
+    def close(self, error: BaseException, what: object) -> bool:
         """Refuse further operations, unless the error left all ranks at the same point; return True if it is new."""
         if self.failure is not None or not self.is_open or isinstance(error, HARMLESS):
             return False
-        self.failure = error
+        self.failure, self.cause = error, describe_cause(error, what)
         return True
 
-    def tell(self, what: object = "") -> None:
+    def tell(self) -> None:
         """Report the failure to the other ranks, and break the connections to them."""
         if self.failure is None or self.has_told:
             return
         self.has_told = True
         if not isinstance(self.failure, RankLostError):  # which each rank finds by itself
-            self._monitor.report_failure(describe_cause(self.failure, what))
+            self._monitor.report_failure(self.cause)
         for backend in self._backends:
             backend.abandon()
 
     def learn(self, error: CollectiveError) -> None:
         """Fail, as another rank has."""
         if self.failure is None and self.is_open:
-            self.failure, self.has_told = error, True
+            self.failure, self.cause, self.has_told = error, f"{error}", True
 
 
 def describe_cause(error: BaseException, what: object = "") -> str:
@@ -455,7 +457,7 @@ class Channel:
         if not latch.is_open:
             raise NotInitializedError(CLOSED)
         if latch.has_told and latch.failure is not None:
-            raise CollectiveError(describe_cause(latch.failure)) from latch.failure
+            raise CollectiveError(latch.cause) from latch.failure
         lost = self.backend.lost_ranks()
         if lost:
             error = RankLostError(f"rank {', '.join(map(str, lost))} called dd.shutdown() or ended")
@@ -473,7 +475,7 @@ class Channel:
                 self._queue.pop()
             self._begun = min(self._begun, len(self._queue))
         if self._queue:  # what was begun before may still end
-            self.latch.close(error)
+            self.latch.close(error, work.what)
         else:
             self.latch.fail(error, work.what)
         for each in behind:
