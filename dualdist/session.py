@@ -190,7 +190,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
     if environ.get(SLOW_RANKS, "0") not in ("", "0"):
         from dualdist.diagnostics.stragglers import report_at_shutdown
 
-        report_at_shutdown(session)
+        session.close_callbacks.append(report_at_shutdown(session.world))
     if plan is not None and _process.recorder is None:
         from dualdist.diagnostics.recording import recorder_of
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,7 +27,8 @@ from dualdist.utils.machine import CpuUse, device_name, read_cpu, resident_kib
 from dualdist.utils.output_file import write_atomically
 
 if TYPE_CHECKING:
-    from dualdist.rendezvous.open_session import Session
+    from dualdist.backends.base import Backend
+    from dualdist.topology import Topology
 
 FOLDER = "/proc/self/fd"
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked is at byte 120, since Linux 4.1.
@@ -188,13 +189,29 @@ class Recorder:
         return [parameter for group in groups for parameter in group["params"]]
 
 
-def recorder_of(opened: Session, folder: Path, warmup: int, steps: int, began: float) -> Recorder:
+class Opened(Protocol):
+    """What a recording says of a session."""
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks, and who started them."""
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of all ranks."""
+
+
+def recorder_of(opened: Opened, folder: Path, warmup: int, steps: int, began: float) -> Recorder:
     """Return the recorder of this rank of a session."""
     rank, run = opened.topology.rank, describe_run(opened)
     return Recorder(folder / f"rank-{rank}.json", warmup, steps, {"rank": rank, **run}, opened.device, began)
 
 
-def describe_run(opened: Session) -> dict[str, Any]:
+def describe_run(opened: Opened) -> dict[str, Any]:
     """Return the setup of a measurement: job, backend, device and versions."""
     topology, cuda = opened.topology, opened.device.type == "cuda"
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import exchange
@@ -13,9 +13,6 @@ from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.errors import CollectiveError
 from dualdist.monitoring.wait_times import SlowRanks, WaitTimes, summarize_waits
-
-if TYPE_CHECKING:
-    from dualdist.rendezvous.open_session import Session
 
 
 def slow_ranks(group: Group) -> SlowRanks:
@@ -31,9 +28,8 @@ def slow_ranks(group: Group) -> SlowRanks:
     return found
 
 
-def report_at_shutdown(session: Session) -> None:
-    """Count waits from now on, and have rank 0 print them when all ranks shut down, unless an operation has failed."""
-    world = session.world
+def report_at_shutdown(world: Group) -> Callable[[], None]:
+    """Count waits from now on; return what has rank 0 print them when all ranks shut down, unless one has failed."""
     world.wait_times = WaitTimes()
 
     def report() -> None:
@@ -44,4 +40,4 @@ def report_at_shutdown(session: Session) -> None:
             if world.rank == 0:
                 print(f"dualdist: {found}", file=sys.stderr, flush=True)
 
-    session.close_callbacks.append(report)
+    return report
