@@ -210,33 +210,35 @@ class Group:
             self.require_usable()
         if self._pending or self.observers or self.size == 1 or self.is_joined:
             return None
-        has_entered, before = False, None
         try:
-            has_entered = channel.enter()
-            if not has_entered:
+            if not channel.enter():
                 return None
-            self._blocking_name = call.name
-            began = 0.0 if self.wait_times is None else time.monotonic()
-            before = None if probe is None else probe.enter(call)
-            self.exchanges += 1
-            result = call.perform(channel)
-            if isinstance(result, Message):
-                return self._respond_to_all(call, result, began)
-            if self.wait_times is not None:
-                self.wait_times.record_operation(began, began or None)
-            return result
+            before = None
+            try:
+                self._blocking_name = call.name
+                before = None if probe is None else probe.enter(call)
+                return self._perform_blocking(call)
+            finally:
+                self._blocking_name = ""
+                if probe is not None:
+                    probe.leave(before)
+                channel.leave()
         except BaseException as error:
             described = self._described(error, call)
             latch.fail(described, call)
             if described is error:
                 raise
             raise described from error.__cause__
-        finally:
-            self._blocking_name = ""
-            if probe is not None:
-                probe.leave(before)
-            if has_entered:
-                channel.leave()
+
+    def _perform_blocking(self, call: BlockingCall) -> torch.Tensor | Handle[torch.Tensor]:
+        began = 0.0 if self.wait_times is None else time.monotonic()
+        self.exchanges += 1
+        result = call.perform(self.channel)
+        if isinstance(result, Message):
+            return self._respond_to_all(call, result, began)
+        if self.wait_times is not None:
+            self.wait_times.record_operation(began, began or None)
+        return result
 
     def _respond_to_all(self, call: BlockingCall, message: Message, began: float) -> Handle[torch.Tensor]:
         """Do what follows from the requests of ranks that do not all do the same."""

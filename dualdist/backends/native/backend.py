@@ -312,10 +312,14 @@ class NativeBackend(Backend):
             if backend._host is not None:
                 backend._host.close()
             gloo = (backend._connected or {}).get("cpu")
-            if gloo is not None and gloo is not dist.group.WORLD and backend.size > 1:
-                other = (backend.rank + 1) % backend.size
-                with contextlib.suppress(RuntimeError):
-                    gloo.recv([torch.empty(1)], other, ABANDON_TAG).wait(timedelta(seconds=ABANDON_S))
+            if gloo is None or gloo is dist.group.WORLD:
+                continue
+            for other in range(
+                backend.size
+            ):  # of a rank that has gone a receive fails at once, and closes nothing else
+                if other != backend.rank:
+                    with contextlib.suppress(RuntimeError):
+                        gloo.recv([torch.empty(1)], other, ABANDON_TAG).wait(timedelta(seconds=ABANDON_S))
 
     def built_with(self) -> dict[str, int]:
         return built_with()
