@@ -231,6 +231,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         atexit.unregister(self._at_exit)
         if self._channel.latch.is_open:
             self._channel.latch.is_open = False
+            self._channel.latch.abandon()
             self.members.close()
             self._channel.close()
 

@@ -414,6 +414,7 @@ class Group:
             self._forget_done()
             deadline.sleep(PAUSE_S)
         self.channel.latch.is_open = False
+        self.channel.latch.abandon()
         unfinished = [f"{handle.request}" for handle in under_way if not handle.done() or handle.failed()]
         if unfinished:
             warnings.warn(

@@ -113,8 +113,14 @@ class Latch:
         self.has_told = True
         if not isinstance(self.failure, RankLostError):  # which each rank finds by itself
             self._monitor.report_failure(self.cause)
-        for backend in self._backends:
-            backend.abandon()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Break the connections of these ranks, if an operation has failed here or elsewhere."""
+        if self.failure is not None:
+            backends, self._backends = self._backends, []
+            for backend in backends:
+                backend.abandon()
 
     def learn(self, error: CollectiveError) -> None:
         """Fail, as another rank has."""
@@ -457,6 +463,7 @@ class Channel:
         if not latch.is_open:
             raise NotInitializedError(CLOSED)
         if latch.has_told and latch.failure is not None:
+            latch.abandon()
             raise CollectiveError(latch.cause) from latch.failure
         lost = self.backend.lost_ranks()
         if lost:

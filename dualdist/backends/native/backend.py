@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import resource
 import sys
 from collections import deque
@@ -314,6 +315,8 @@ class NativeBackend(Backend):
             gloo = (backend._connected or {}).get("cpu")
             if gloo is None or gloo is dist.group.WORLD:
                 continue
+            # Its end would wait for operations that the other ranks never finish: it stays until the process ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
             for other in range(
                 backend.size
             ):  # of a rank that has gone a receive fails at once, and closes nothing else
