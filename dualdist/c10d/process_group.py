@@ -269,13 +269,14 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
         what = Transfer(kind, name, result[0]) if result else f"{kind} {name!r}"
         is_attended = getattr(opts, "asyncOp", True)
-        work = self._channel.start(what, start, timeout_s=own_s if own_s > 0 else None)
-        found = GroupWork(self._channel, work, result, self._callbacks)
-        if self._callbacks.are_running_here:
-            found.wait()
-        elif is_attended and not work.is_done:
-            self._channel.attend()
-        return found
+        with self._channel.failing(what):
+            work = self._channel.start(what, start, timeout_s=own_s if own_s > 0 else None)
+            found = GroupWork(self._channel, work, result, self._callbacks)
+            if self._callbacks.are_running_here:
+                found.wait()
+            elif is_attended and not work.is_done:
+                self._channel.attend()
+            return found
 
     def _finish_all(self) -> None:
         """Finish what has begun, with its callbacks, before another operation begins; errors are each work's own."""

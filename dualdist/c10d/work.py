@@ -94,15 +94,15 @@ class GroupWork(dist.Work):
         return self._error
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        if timeout > NO_TIMEOUT and not self._work.is_done:
-            self._wait_for(timeout.total_seconds())
-        elif not self._work.is_done:
-            try:
-                with self._channel.failing(self._work.what):
-                    self._channel.wait(self._work)
-            except DualdistError:
-                if self._error is None:
-                    raise
+        try:
+            if not self._work.is_done:
+                self._wait_for(timeout.total_seconds()) if timeout > NO_TIMEOUT else self._channel.wait(self._work)
+        except DualdistError:
+            if self._error is None:
+                raise
+        except BaseException as error:
+            self._channel.latch.fail(error, self._work.what)
+            raise
         if self._error is not None:
             raise self._error
         return True
@@ -114,7 +114,7 @@ class GroupWork(dist.Work):
         while not self._work.is_done:
             if deadline.passed():
                 raise timeout_error(seconds)
-            self._channel.wait_for_change(deadline.left_s())
+            self._channel.wait_for_change(deadline.left_s(), self._work)
 
     def synchronize(self) -> None:
         self.wait()

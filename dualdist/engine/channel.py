@@ -253,11 +253,6 @@ class Channel:
         """This process's index among them."""
         return self.backend.rank
 
-    @property
-    def is_idle(self) -> bool:
-        """Return True if no operation is under way."""
-        return not self._queue
-
     def start(
         self,
         what: object,
@@ -315,9 +310,8 @@ class Channel:
         self, what: object, begin: Callable[[Backend], Operation[T] | Stages[T]], *, timeout_s: float | None = None
     ) -> T:
         """Start an operation and wait for its result; an exception that leaves the wait closes the latch."""
-        work = self.start(what, begin, timeout_s=timeout_s)
         with self.failing(what):
-            return work.wait()
+            return self.start(what, begin, timeout_s=timeout_s).wait()
 
     @contextlib.contextmanager
     def failing(self, what: object = "") -> Iterator[None]:
@@ -449,8 +443,9 @@ class Channel:
                         pass
                 finally:
                     self._turn.release()
+                    self._notify()
             else:
-                self.wait_for_change(SLICE_S)
+                self.wait_for_change(SLICE_S, work)
             if work.is_done:
                 return
             if deadline is None or progress != self._progress():
@@ -499,12 +494,13 @@ class Channel:
             with self._changed:
                 self._changed.notify_all()
 
-    def wait_for_change(self, seconds: float | None) -> None:
-        """Wait until another thread has ended an operation, at most for so many seconds."""
+    def wait_for_change(self, seconds: float, work: Work[Any] | None = None) -> None:
+        """Wait until another thread has ended an operation, or this one, at most for so many seconds."""
         with self._changed:
             self._waiters += 1
             try:
-                self._changed.wait(seconds)
+                if work is None or not work.is_done:  # else its end may have found nobody to notify
+                    self._changed.wait(seconds)
             finally:
                 self._waiters -= 1
 
@@ -582,6 +578,7 @@ class Channel:
                     pass
             finally:
                 self._turn.release()
+                self._notify()
             if first is None or not self._queue or self._queue[0] is not first or progress != self._progress():
                 deadline, progress = Deadline(self._queue[0].timeout_s if self._queue else 0.0), self._progress()
             elif deadline is not None:

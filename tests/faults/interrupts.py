@@ -152,8 +152,17 @@ class LineTrap:
         sys.settrace(None)
 
     def _on_call(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
-        is_ours = frame.f_code.co_filename.startswith(PACKAGE)
-        return self._on_line if is_ours and not _is_apart(frame) else None
+        if not frame.f_code.co_filename.startswith(PACKAGE) or _is_apart(frame):
+            return None
+        caller = frame.f_back
+        is_called_by_us = caller is not None and caller.f_code.co_filename.startswith(PACKAGE)
+        return self._on_line if is_called_by_us else self._on_first_line
+
+    def _on_first_line(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        """Count the first line of a call by the program; an exception there is one of the program, before the call."""
+        self.count += event == "line"
+        self._at += event == "line" and self.count == self._at
+        return self._on_line if event == "line" else self._on_first_line
 
     def _on_line(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
         self.count += event == "line"
