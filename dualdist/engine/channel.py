@@ -140,7 +140,8 @@ class Transfer:
     """An operation on a tensor, as errors and observers name it."""
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        self.kind, self.name, self.nbytes = kind, name, tensor.nbytes
+        self.kind, self.name = kind, name
+        self.nbytes = tensor.numel() * tensor.element_size()  # of a sparse tensor there is no nbytes
         self._tensor = tensor.dtype, tuple(tensor.shape)
 
     def __str__(self) -> str:
