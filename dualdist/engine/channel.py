@@ -582,7 +582,7 @@ class Channel:
                 self._notify()
             if first is None or not self._queue or self._queue[0] is not first or progress != self._progress():
                 deadline, progress = Deadline(self._queue[0].timeout_s if self._queue else 0.0), self._progress()
-            elif deadline is not None:
+            elif deadline is not None and not self._waiters:  # else a program looks at its own limit
                 try:
                     self.check(deadline)
                 except (CollectiveError, NotInitializedError) as error:
