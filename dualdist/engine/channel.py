@@ -240,7 +240,8 @@ class Channel:
         self._lock = threading.RLock()  # of the queue, and of what begins
         self._turn = threading.RLock()  # of the thread that advances
         self._changed = threading.Condition(threading.Lock())
-        self._waiters = 0
+        self._waiters = 0  # threads that wait for another one's progress
+        self._programs = 0  # threads in wait()
         self._thread: threading.Thread | None = None
         self._must_attend = False
 
@@ -423,6 +424,7 @@ class Channel:
         """
         probe = self.monitor.probe
         before = None if probe is None else probe.enter(work.what)
+        self._programs += 1
         try:
             self._wait(work)
         except CollectiveError as error:
@@ -432,6 +434,7 @@ class Channel:
                 raise
             raise described from error.__cause__
         finally:
+            self._programs -= 1
             if probe is not None:
                 probe.leave(before)
 
@@ -582,7 +585,7 @@ class Channel:
                 self._notify()
             if first is None or not self._queue or self._queue[0] is not first or progress != self._progress():
                 deadline, progress = Deadline(self._queue[0].timeout_s if self._queue else 0.0), self._progress()
-            elif deadline is not None and not self._waiters:  # else a program looks at its own limit
+            elif deadline is not None and not self._programs:  # each of which looks at its own limit
                 try:
                     self.check(deadline)
                 except (CollectiveError, NotInitializedError) as error:
