@@ -1,4 +1,4 @@
-"""How long a program waits for an operation that it has just begun.
+"""The wait budget: the time for which a program waits for an operation that it has just begun.
 
 Note [wait budget]: a thread inside an MPI call spins, and so does one that moves tensors in shared memory while its
 peers are in step. Without a core for it, it takes time from the program and, as the other rank spins too, from that

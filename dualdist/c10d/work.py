@@ -29,7 +29,7 @@ NO_TIMEOUT = timedelta(0)
 
 
 class Callbacks:
-    """Which thread runs callbacks of futures, and whether there may be some: Note [who finishes]."""
+    """The thread that runs callbacks of futures, if a future was asked for: Note [who finishes]."""
 
     def __init__(self) -> None:
         self.are_wanted = False  # a future was asked for

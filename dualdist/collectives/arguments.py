@@ -20,7 +20,7 @@ REDUCTIONS = ("ordered", "unordered")
 
 
 class Members(Protocol):
-    """What checks of arguments need to know of a group."""
+    """The part of a group that checks of arguments use."""
 
     def next_name(self, kind: str) -> str:
         """Return a name for an unnamed collective."""

@@ -190,7 +190,7 @@ class Recorder:
 
 
 class Opened(Protocol):
-    """What a recording says of a session."""
+    """The part of a session that a recording describes."""
 
     @property
     def topology(self) -> Topology:

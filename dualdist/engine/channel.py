@@ -54,7 +54,7 @@ HARMLESS = (MismatchError, UnsupportedError, UsageError, TrainingError)
 
 
 class Latch:
-    """Whether this rank may begin operations between some ranks: not after one has failed. Note [failures].
+    """Refuses operations between some ranks once one of them has failed: Note [failures].
 
     Attributes:
         failure: Why this rank begins no more operations.
