@@ -104,7 +104,7 @@ class DeltaSteps:
             torch._foreach_add_(before, delta)
             torch._foreach_copy_(params, before)
         self._reducer.packer.is_suspended = False
-        self._reducer.reset_step()
+        self._reducer.finish_step()
 
     def _combine(self, deltas: Sequence[torch.Tensor], device_index: int) -> list[torch.Tensor]:
         group, name = self._reducer.group, f"{self._reducer.name}.step.{device_index}"

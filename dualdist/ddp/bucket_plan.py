@@ -22,10 +22,10 @@ GradientOp = Literal["mean", "sum", "adasum"]
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
-# Flags of a whole bucket, by position from the end: the backward is inside of another; the rank sent its gradients, has
-# joined, or discards the reduction.
-IS_NESTED, CONTRIBUTES, HAS_JOINED, DISCARDS = -4, -3, -2, -1
-BUCKET_FLAGS = (IS_NESTED, CONTRIBUTES, HAS_JOINED, DISCARDS)
+# Flags of a whole bucket, by position from the end: no step followed the last reduction; the backward is inside of
+# another; the rank sent its gradients, has joined, or discards the reduction.
+SKIPPED_STEP, IS_NESTED, CONTRIBUTES, HAS_JOINED, DISCARDS = -5, -4, -3, -2, -1
+BUCKET_FLAGS = (SKIPPED_STEP, IS_NESTED, CONTRIBUTES, HAS_JOINED, DISCARDS)
 
 
 @dataclass(frozen=True)

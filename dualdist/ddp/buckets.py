@@ -26,6 +26,7 @@ from dualdist.ddp.bucket_plan import (
     CONTRIBUTES,
     HAS_JOINED,
     IS_NESTED,
+    SKIPPED_STEP,
     BucketPlan,
     ReducerConfig,
     wire_dtype,
@@ -52,7 +53,7 @@ ASYNC_DEVICES = frozenset(("cuda",))
 class Bucket:
     """Reduce gradients and flags that are packed in one flat tensor.
 
-    The flags are two for each member, "has a dense gradient" and "has a sparse gradient", and one of BUCKET_FLAGS. They
+    The flags are two for each member, "has a dense gradient" and "has a sparse gradient", and those of BUCKET_FLAGS. They
     are summed in the gradients' dtype, in which a sum of many ones may not be exact: a flag is 0 or not.
     """
 
@@ -81,7 +82,6 @@ class Bucket:
         self._work: Work[torch.Tensor] | None = None
         self._result: torch.Tensor | None = None
         self._sent_all_dense = False
-        self._is_nested = False
         self.sent_bytes = 0  # of gradients, without flags, that this rank gave to the last reduction
         # Of what a compressor returned for each gradient: its shape, its dtype, and the context.
         self._sent: list[tuple[torch.Size, torch.dtype, Any]] = []
@@ -102,9 +102,9 @@ class Bucket:
 
     @torch.no_grad()
     def launch(
-        self, grads: Sequence[torch.Tensor | None] | None, flag: int = CONTRIBUTES, *, is_nested: bool = False
+        self, grads: Sequence[torch.Tensor | None] | None, flag: int = CONTRIBUTES, more_flags: Sequence[int] = ()
     ) -> None:
-        """Start the allreduce of the values, with this flag for the bucket.
+        """Start the allreduce of the values, with these flags for the bucket.
 
         The dense gradients are packed, and zeros for others, which `grads` holds; None if all are dense.
         """
@@ -116,9 +116,8 @@ class Bucket:
         if self.config.gradient_predivide_factor != 1.0:
             self.gradients.div_(self.config.gradient_predivide_factor)
         self.tail.copy_(self._all_dense_flags if grads is None and flag == CONTRIBUTES else self._flags(grads, flag))
-        self._is_nested = is_nested
-        if is_nested:
-            self.tail[IS_NESTED] = 1
+        for each in more_flags:
+            self.tail[each] = 1
         name = self._name
         self._work = self._start_allreduce(name)
 
@@ -160,13 +159,12 @@ class Bucket:
         assert self._result is not None, "call wait() first"
         return bool(self._result.view(-1)[flag].item())
 
-    def is_nested_elsewhere(self) -> bool:
-        """Return True if some ranks launched the bucket from a backward inside of another, and others did not."""
-        if not self._is_nested:
-            return self.any_rank_set(IS_NESTED) and not self.any_rank_set(HAS_JOINED)
+    def differing_flags(self) -> list[int]:
+        """Return the flags that some ranks set and others did not, unless ranks have joined; after wait()."""
         assert self._result is not None, "call wait() first"
-        nested, all_ranks, *_ = self._result.view(-1)[IS_NESTED:].tolist()
-        return bool(nested != all_ranks) and not self.any_rank_set(HAS_JOINED)
+        sums = self._result.view(-1)[-len(BUCKET_FLAGS) :].tolist()
+        is_whole = sums[HAS_JOINED] == 0
+        return [each for each in (SKIPPED_STEP, IS_NESTED) if is_whole and sums[each] not in (0, sums[CONTRIBUTES])]
 
     @torch.no_grad()
     def assign_special_grads(self, params: Sequence[torch.Tensor | None], *, as_views: bool) -> list[tuple[int, bool]]:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from dualdist.ddp.reducer import Reducer
 
 HOOK = "dualdist"  # the key of a node's hook in its metadata
-_current_backward = torch._C._current_graph_task_id  # private to torch: tests/unit/test_torch_private_names.py
+current_backward = torch._C._current_graph_task_id  # private to torch: tests/unit/test_torch_private_names.py
+NO_BACKWARD = -1  # current_backward() outside of one
 
 
 def create_packer(reducer: Reducer) -> GradientPacker:
@@ -213,7 +214,7 @@ class GradientPacker:
         reducer = self.reducer()
         if self.is_suspended or reducer is None:
             return
-        backward = _current_backward()
+        backward = current_backward()
         if backward not in self._open:
             reducer.begin_backward(backward)
         number = hook.number  # begin_backward may have registered the parameters anew

@@ -20,7 +20,7 @@ from dualdist.backends.arithmetic import Op
 from dualdist.backends.base import Backend
 from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import Reduction, check_reduction
-from dualdist.collectives.broadcast_state import broadcast_nested, optimizer_params
+from dualdist.collectives.broadcast_state import broadcast_nested, count_running_steps, optimizer_params
 from dualdist.collectives.collectives import allreduce, run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import map_nested
@@ -28,6 +28,7 @@ from dualdist.ddp.adasum import DeltaSteps, closure_of
 from dualdist.ddp.bucket_plan import ReducerConfig
 from dualdist.ddp.compression import ErrorFeedback
 from dualdist.ddp.error_feedback import redistribute
+from dualdist.ddp.gradient_packer import NO_BACKWARD, current_backward
 from dualdist.ddp.param_buckets import Errors
 from dualdist.ddp.reducer import Reducer
 from dualdist.ddp.sharding import StateSharding, require_shardable
@@ -292,6 +293,8 @@ class _ReducedSteps:
         if self._wrapping.skip_reduction or isinstance(closure, _ReducedClosure):
             return None
         if closure is None:
+            if current_backward() != NO_BACKWARD and count_running_steps(optimizer) > 1:
+                return None
             self._wrapping.reducer.synchronize()
             if self._checks is not None:
                 self._checks.before_step(optimizer)
@@ -305,7 +308,7 @@ class _ReducedSteps:
     def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._wrapping.sharding is not None:
             self._wrapping.sharding.finish_step(optimizer)
-        self._wrapping.reducer.reset_step()
+        self._wrapping.reducer.finish_step()
 
     def _run_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
         """Run a step's closure, and reduce the gradients and its loss; parameters are checked in the first call."""
@@ -317,7 +320,7 @@ class _ReducedSteps:
         if self._checks is not None:
             check = self._checks.before_step if next(calls) == 0 else self._checks.check_gradients
             check(optimizer)
-        reducer.reset_step()
+        reducer.finish_step()
         if sharding is not None:
             sharding.begin_step(optimizer)
         with reducer.errors():

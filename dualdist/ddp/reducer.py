@@ -19,9 +19,16 @@ same; its end reduces once more, which does not change a mean. If only some rank
 next backward and the process ends, the others get RankLostError.
 
 Note [interrupts]: an exception of a signal handler, as KeyboardInterrupt, that leaves the wait for the last buckets is
-raised once they have come, and the gradients are those of all ranks. The others step with them: a rank that goes on
-without that step, by zero_grad() or another backward, fails on all ranks. So it does if the buckets do not come within
+raised once they have come, and the gradients are those of all ranks. The group fails if they do not come within
 INTERRUPTED_S, or a second exception comes.
+
+Note [skipped steps]: the others step with these gradients. Whether a rank has stepped since its last reduction is a flag
+of the next one, after which all ranks raise unless all or none have: an exception that left step(), or a step that one
+rank leaves out as its own loss is NaN, ends with an error on every rank. On a GPU only a rank that left out the step
+reads the others' flags, and its error reaches them.
+
+Note [steps in hooks]: a program may step an optimizer in a hook of its gradients, so that no gradient outlives its
+backward. Such a step reduces what there is, and the packer ignores the rest of that backward, whose hooks come later.
 
 Gradients that were accumulated into the bucket itself are lost with what was sent of them: zero_grad() replaces them,
 and without it the group fails. On a GPU the host does not wait to read the others' flags; only a rank that discards a
@@ -45,11 +52,20 @@ from torch.autograd.graph import _engine_run_backward  # private to torch: tests
 from dualdist.backends.control_plane import broadcast_object, exchange
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.consistency import difference, digest
-from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
-from dualdist.ddp.gradient_packer import assign_grad, create_packer, is_dense, is_view_of, owner_of
+from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, IS_NESTED, SKIPPED_STEP
+from dualdist.ddp.gradient_packer import (
+    NO_BACKWARD,
+    assign_grad,
+    create_packer,
+    current_backward,
+    is_dense,
+    is_view_of,
+    owner_of,
+)
 from dualdist.ddp.param_buckets import ParamBuckets
 from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
 from dualdist.errors import CollectiveError, DriftError, DualdistError, UnsupportedError, UsageError
+from dualdist.utils.suggest import format_ranks
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
@@ -83,47 +99,49 @@ class Reducer(ParamBuckets):
         self._num_backwards = 0  # since the last reduction
         self._num_since_step = 0  # reductions since the last step
         self._interrupt: BaseException | None = None  # Note [interrupts]
-        self._must_step = False  # as the other ranks do
+        self._has_stepped = True  # since the last reduction: Note [skipped steps]
+        self._stepped_in = NO_BACKWARD  # the last backward that was left by a step: Note [steps in hooks]
         self._last_sums: list[weakref.ref[torch.Tensor]] = []  # the gradients assigned last, with op="sum"
         super().__post_init__()
 
     def _enter(self, group: Group) -> None:
         super()._enter(group)
         self._next_bucket = self._num_backwards = self._num_since_step = 0
-        self._has_reduced = self._must_compare = False
+        self._has_reduced = self._must_compare = self._must_compare_steps = False
         self._was_compared = not self.config.compares_start or self.config.check_every is not None
 
     def synchronize(self) -> None:
-        """Reduce now, however many backwards have run, unless they have been reduced already."""
+        """Reduce now, however many backwards have run, unless they have been reduced already.
+
+        Inside of a backward new gradients may have come since: always reduce.
+        """
         self._require_open()
         self._is_nested = False
-        if self._num_since_step == 0 or self._num_backwards:
+        backward = current_backward()
+        is_inside = backward != NO_BACKWARD
+        if self._num_since_step == 0 or self._num_backwards or is_inside:
             with self.errors(), self._channel.failing("reduction of gradients"):
-                self.discard_interrupted()
-                _reduce_due(self.group, [self])
+                if not (is_inside and self.packer.is_open(backward)):
+                    self.discard_interrupted()
+                self.packer.close_all()
+                self._stepped_in = backward
+                _reduce_due(self.group, [self], is_inside=is_inside)
             self._raise_interrupt()
+
+    def finish_step(self) -> None:
+        """Begin the next step: the parameters have been updated."""
+        self._has_stepped = True
+        self.reset_step()
 
     def reset_step(self) -> None:
         """Begin the next step: the gradients have been used or cleared."""
         self._num_since_step = self._num_backwards = 0
-        self._must_step = False
         self.nonfinite = {}
 
     def prepare_zero_grad(self) -> None:
         """Take the gradients of a backward that raised out of the buckets, which are still being reduced."""
-        if self._must_step:
-            with self.errors(), self._channel.failing("zero_grad() after an interrupted backward"):
-                self._require_step()
         if self._next_bucket:
             self.keep_grads()
-
-    def _require_step(self) -> None:
-        """Raise CollectiveError if this rank leaves out a step that the others take: Note [interrupts]."""
-        if self._must_step:
-            raise CollectiveError(
-                "an exception interrupted the end of a backward on this rank, whose gradients the other ranks step "
-                "with, and this rank goes on without that step: call step() after such an exception, or end the program"
-            )
 
     def set_order(self, order: Sequence[int]) -> None:
         """Rebuild the buckets in the order of another run; every rank calls this, between two steps.
@@ -145,8 +163,10 @@ class Reducer(ParamBuckets):
         with self._lock, self.errors(), self._channel.failing("reduction of gradients"):
             if self.packer.is_open(backward):  # by a hook of another device
                 return
+            if backward == self._stepped_in:
+                self.packer.packs = False
+                return
             self._require_open()
-            self._require_step()
             if self._uses_cuda:
                 refuse_capture()
             self.discard_interrupted()
@@ -182,7 +202,8 @@ class Reducer(ParamBuckets):
         bucket, grads = self._buckets[index], None
         if not self.packer.pack_rest(index):
             grads = [None if param is None else param.grad for param in self._members(bucket)]
-        bucket.launch(grads, flag, is_nested=self._is_nested)
+        more_flags = [IS_NESTED] * self._is_nested + [SKIPPED_STEP] * (not self._has_stepped)
+        bucket.launch(grads, flag, more_flags)
         self._next_bucket += 1
 
     def _members(self, bucket: Bucket) -> list[torch.Tensor | None]:
@@ -249,6 +270,9 @@ class Reducer(ParamBuckets):
             self._num_since_step += 1
             self.group.gradient_reductions += 1
             was_first, self._has_reduced = not self._has_reduced, True
+            if self._must_compare_steps:
+                self._require_same_steps()
+            self._has_stepped = False
             if self._must_compare:
                 self._must_compare, self._was_compared = False, True
                 self._require_same_start(was_first=was_first)
@@ -267,12 +291,14 @@ class Reducer(ParamBuckets):
             self._require_gradients_outside()
             self._reset()
             self._launch_rest_and_wait()
-        if reads_flags and self._buckets[-1].is_nested_elsewhere():
+        differing = self._buckets[-1].differing_flags() if reads_flags or not self._has_stepped else []
+        if IS_NESTED in differing:
             raise CollectiveError(
                 "some ranks reduce the gradients of a backward inside of another, as of "
                 "torch.utils.checkpoint(use_reentrant=True), and others do not: use it on every rank equally often, or "
                 "pass use_reentrant=False"
             )
+        self._must_compare_steps = SKIPPED_STEP in differing
         if not self._was_compared and self._buckets:
             self._must_compare = not self._buckets[0].any_rank_set(HAS_JOINED)
         must_rebuild = self._must_rebuild_buckets()
@@ -281,6 +307,21 @@ class Reducer(ParamBuckets):
             self._adopt_order(ready)
         if self.config.op == "sum":
             self._last_sums = [weakref.ref(param.grad) for param in self.params if param.grad is not None]
+
+    def _require_same_steps(self) -> None:
+        """Raise, on every rank, as only some have stepped with the reduction before this one: Note [skipped steps]."""
+        advice = (
+            "left out a step that other ranks took, so that their parameters differ now. All ranks step, or none: "
+            "decide by a value that all have, as by dd.allreduce(loss), and end the program after an exception that "
+            "left backward() or step()"
+        )
+        if self._buckets[-1].reads_flags_late:  # the others have not read them
+            raise CollectiveError(f"this rank {advice}")
+        name, own = f"{self.name}.steps", bytes([self._has_stepped])
+        rows = self._channel.run(name, lambda backend: exchange(backend, own, name))
+        skipped = [rank for rank, row in zip(self.group.ranks, rows, strict=True) if not row[0]]
+        self._has_stepped = False
+        raise DriftError(f"{format_ranks(skipped)} {advice}")
 
     def _launch_rest_and_wait(self, flag: int = CONTRIBUTES) -> None:
         while self._next_bucket < len(self._buckets):
@@ -309,7 +350,6 @@ class Reducer(ParamBuckets):
         """Raise what interrupted a wait, now that the gradients are those of all ranks."""
         interrupt, self._interrupt = self._interrupt, None
         if interrupt is not None:
-            self._must_step = True
             raise interrupt
 
     def _must_rebuild_buckets(self) -> bool:
@@ -388,8 +428,8 @@ def _live_reducers(group: Group) -> list[Reducer]:
     return [reducer for plan in group.reducers if (reducer := plan.reducer()) is not None]
 
 
-def _reduce_due(group: Group, due: Sequence[Reducer]) -> None:
-    """Run the reducers that are due on any rank: Note [several optimizers]."""
+def _reduce_due(group: Group, due: Sequence[Reducer], *, is_inside: bool = False) -> None:
+    """Run the reducers that are due on any rank: Note [several optimizers]; `is_inside` of a backward, of its hook."""
     own = due
     if len(active_plans(group)) > 1:
         flags = torch.zeros(len(group.reducers) + 1, dtype=torch.int32, device="cpu")
@@ -400,6 +440,11 @@ def _reduce_due(group: Group, due: Sequence[Reducer]) -> None:
         if group.wait_times is not None:
             group.wait_times.record_flags_wait(began)
         due = [reducer for reducer in _live_reducers(group) if flags[reducer.number]]
+        if is_inside and due != own:
+            raise CollectiveError(
+                "step() in a hook of backward(), where other ranks step another optimizer: their gradients come in "
+                "another order. Step after backward(), or wrap one optimizer of all parameters"
+            )
     for reducer in due:
         if reducer not in own:
             reducer.discard_interrupted()

@@ -1,6 +1,10 @@
 """optimizer.step(): gradients that are missing, set by hand, accumulated, clipped or scaled, and closures."""
 
 import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
-from dualdist.errors import MismatchError
+from dualdist.errors import DriftError, MismatchError
 
 
 def assert_mean_over_all_ranks(wrap: Wrap, passes: int = 1, factor: int = 1) -> None:
@@ -175,6 +179,69 @@ def loss_scaling_skips_every_ranks_step_if_one_overflows() -> None:
                 nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
                 plain.step()
             assert_close(parameters(model), parameters(alone))
+
+
+@law
+def a_step_that_one_rank_leaves_out_is_an_error_on_all() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):  # one that all leave out is none
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+    if dd.rank() != 1:
+        optimizer.step()
+    optimizer.zero_grad()
+    if dd.size() > 1:
+        raises(DriftError, loss_of(model, dd.rank()).backward, "rank 1 left out a step")
+    dd.broadcast_parameters(model)
+    assert_trains_like_one_process(by_dd())
+
+
+def step_in_hooks(groups: list[list[nn.Parameter]], make: Callable[..., torch.optim.Optimizer], every: int) -> None:
+    """Step an optimizer of each group in the hook of its last gradient of every `every`-th backward."""
+    for group in groups:
+        optimizer, arrived = dd.wrap_optimizer(make(group), accumulate=every), itertools.count(1)
+
+        def step(
+            _: torch.Tensor, optimizer: Any = optimizer, arrived: Any = arrived, last: int = every * len(group)
+        ) -> None:
+            if next(arrived) % last == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for param in group:
+            param.register_post_accumulate_grad_hook(step)
+
+
+@law
+def optimizers_that_are_stepped_in_hooks_train_like_one_process() -> None:
+    sizes: dict[str, Callable[[nn.Module], list[list[nn.Parameter]]]] = {
+        "per parameter": lambda model: [[param] for param in model.parameters()],
+        "per layer": lambda model: [list(layer.parameters()) for layer in model if list(layer.parameters())],
+        "one": lambda model: [list(model.parameters())],
+    }
+    for make, every, (kind, divide) in itertools.product(
+        (functools.partial(torch.optim.SGD, lr=0.1), functools.partial(torch.optim.AdamW, lr=0.01)),
+        (1, 2),
+        sizes.items(),
+    ):
+        torch.manual_seed(7)
+        layers = (nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        model = nn.Sequential(*layers).double()
+        alone = copy.deepcopy(model)
+        dd.broadcast_parameters(model)
+        step_in_hooks(divide(model), make, every)
+        reference = make(alone.parameters())
+        for number in range(3 * every):
+            batches = torch.randn(dd.size(), 5, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+            model(batches[dd.rank()]).square().mean().backward()
+            (sum(alone(batch).square().mean() for batch in batches) / dd.size()).backward()
+            if (number + 1) % every == 0:
+                reference.step()
+                reference.zero_grad()
+        for found, right in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(found, right, rtol=1e-8, atol=1e-9), (kind, every, make)
+        assert_same_everywhere(model)
 
 
 @law_alone
