@@ -494,8 +494,9 @@ def _saver(here: Session) -> CheckpointSaver:
 
 @disable_compile
 def check_consistency(
-    model: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    model: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] = (),
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     buffers: bool = False,
     group: Group | None = None,
 ) -> None:
@@ -505,20 +506,25 @@ def check_consistency(
 
     Args:
         model: a module, a state_dict, or named tensors; of the same names and shapes on every rank.
+        optimizer: compare its class, the options of its groups, such as the learning rate, and its state; of a sharded
+            one the class and options.
         buffers: compare buffers, too, such as the running statistics of batch normalization, which are each rank's own.
         group: a group of new_group(), or None for all ranks.
 
     Raises:
-        DriftError: names the first parameter that differs, the ranks that differ from the others, by how much, and
-            NaN or infinite values. Equal bits are equal, also for NaN.
+        DriftError: names the first option that differs, with its values, or the first parameter, the ranks that differ
+            from the others, by how much, and NaN or infinite values. Equal bits are equal, also for NaN.
         MismatchError: the ranks passed different names or shapes.
 
     Example:
         >>> dd.check_consistency(torch.nn.Linear(2, 1))
     """
     from dualdist.collectives import consistency
+    from dualdist.ddp.optimizer import is_sharded
 
-    consistency.check_consistency(session.group_or_world(group), model, buffers=buffers)
+    all_state = not is_sharded(optimizer)
+    here = session.group_or_world(group)
+    consistency.check_consistency(here, model, optimizer, has_all_state=all_state, buffers=buffers)
 
 
 @disable_compile

@@ -115,15 +115,28 @@ def allgather_bytes(backend: Backend, data: torch.Tensor, sizes: Sequence[int], 
 
 
 def check_same_tensors(
-    backend: Backend, tensors: Sequence[tuple[str, torch.Tensor]], root: int, name: str, settings: str = ""
-) -> Stages[None]:
-    """Raise MismatchError on every rank unless all have the same settings and tensors of the same names and shapes."""
+    backend: Backend,
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    root: int,
+    name: str,
+    settings: str = "",
+    *,
+    any_order: bool = False,
+) -> Stages[list[int]]:
+    """Raise MismatchError on every rank unless all have the same settings and tensors of the same names and shapes.
+
+    Returns:
+        The positions here of root's tensors, in root's order; with any_order the ranks' orders may differ.
+    """
     manifest = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
     digest = hashlib.sha256("\n".join([settings, *manifest]).encode()).hexdigest()
     if len(set((yield from allgather_object(backend, digest, name)))) == 1:
-        return
+        return [*range(len(tensors))]
     manifests = yield from allgather_object(backend, (settings, manifest), f"{name}.manifest")
     expected_settings, expected = manifests[root]
+    sorts = [(other_settings, sorted(other)) for other_settings, other in manifests]
+    if any_order and all(each == sorts[root] for each in sorts):
+        return [manifest.index(each) for each in expected]
     index = next(index for index, other in enumerate(manifests) if other != manifests[root])
     other_settings, other = manifests[index]
     rank, root_rank = backend.ranks[index], backend.ranks[root]

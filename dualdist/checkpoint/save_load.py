@@ -37,6 +37,7 @@ from dualdist.checkpoint.state import (
 )
 from dualdist.collectives.broadcast_state import allgather_object, broadcast_all, broadcast_object
 from dualdist.collectives.collectives import run_agreed
+from dualdist.collectives.consistency import Options, differing_options, options_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
@@ -45,11 +46,12 @@ from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.bucket_plan import dense_strides
-from dualdist.ddp.optimizer import gather_residuals, get_wrapper
-from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
+from dualdist.ddp.optimizer import gather_residuals, get_wrapper, is_sharded
+from dualdist.errors import CheckpointError, DriftError, DualdistError, MismatchError, UsageError
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 Positions = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.possible_positions
+Report = tuple[str, Positions, Mapping[str, Options]]  # of one rank: a problem, or "", and what must be the same
 BEAT_S = 10.0
 ROOT = 0
 
@@ -204,7 +206,8 @@ class CheckpointSaver:
         positions = {name: sorted(part.possible_positions) for name, part in parts.items() if isinstance(part, Sampler)}
         problem = "" if cause is None else error_message(cause)
         try:
-            states = _gather_random_states(group, name, shared_args, (problem, positions), self._device)
+            report = problem, positions, _options_of(parts)
+            states = _gather_random_states(group, name, shared_args, report, self._device)
         except UsageError as error:
             raise error from cause
         task = None
@@ -230,19 +233,24 @@ class CheckpointSaver:
 
 
 def _gather_random_states(
-    group: Group, name: str, shared_args: dict[str, Any], report: tuple[str, Positions], device: torch.device
+    group: Group, name: str, shared_args: dict[str, Any], report: Report, device: torch.device
 ) -> list[RandomState]:
-    """Gather all random states to rank 0 if no rank reports a problem; `report` is (problem, sampler positions).
+    """Gather all random states to rank 0 if no rank reports a problem.
 
     Raises:
         UsageError: a rank reports a problem; raised on every rank.
+        DriftError: the ranks' optimizers have different options; raised on every rank.
         MismatchError: the ranks' samplers are at different positions; raised on every rank.
     """
     state = torch.frombuffer(bytearray(pickle.dumps(random_state.get_random_state(device))), dtype=torch.uint8)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[list[RandomState]]:
-        raise_problems([problem for _, (problem, _) in rank_args], backend.ranks, UsageError)
-        _require_same_positions([positions for _, (_, positions) in rank_args], backend.ranks)
+        problems, positions, options = zip(*(report for _, report in rank_args), strict=True)
+        raise_problems(problems, backend.ranks, UsageError)
+        _require_same_positions(positions, backend.ranks)
+        for part in options[ROOT]:
+            if clause := differing_options([each[part] for each in options], backend.ranks):
+                raise DriftError(f"{part}: {clause}; nothing was saved")
         sent = [len(state) if rank == ROOT else 0 for rank in range(backend.size)]
         sizes = [nbytes if backend.rank == ROOT else 0 for nbytes, _ in rank_args]
         received = yield backend.alltoall(state, sent, sizes, f"op.{name}")
@@ -250,6 +258,17 @@ def _gather_random_states(
 
     request = CollectiveRequest("save_checkpoint", name, shared_args, (len(state), report))
     return Collective(group, request, perform).run()
+
+
+def _options_of(parts: Mapping[str, Any]) -> dict[str, Options]:
+    """Return what must be the same on all ranks of optimizers and of loss scalers."""
+    found = {}
+    for name, part in sorted(parts.items()):
+        if isinstance(part, torch.optim.Optimizer):
+            found[name] = options_of(part, has_all_state=not is_sharded(part))
+        elif isinstance(part, torch.amp.GradScaler):
+            found[name] = {"the loss scale": f"{part.get_scale()}"}
+    return found
 
 
 def _require_same_positions(found: Sequence[Positions], ranks: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
 from dualdist.collectives.broadcast_state import optimizer_params
-from dualdist.collectives.tensor_utils import map_nested
+from dualdist.collectives.tensor_utils import map_nested, remember_names
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
@@ -126,6 +126,8 @@ def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         part = unwrap_module(part)
         try:
             part.load_state_dict(found[name])
+            if isinstance(part, nn.Module):
+                remember_names(part.named_parameters())
             if isinstance(part, torch.optim.Optimizer):
                 _restore_dtypes(part, found[name], dtypes.get(name))
                 set_residuals(part, found[METADATA].get("residuals", {}).get(name))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +23,19 @@ from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.collectives.tensor_utils import extract_tensors, insert_tensors, map_nested, named_pairs
+from dualdist.collectives.tensor_utils import (
+    PARAM_NAMES,
+    extract_tensors,
+    insert_tensors,
+    map_nested,
+    named_pairs,
+    remember_names,
+)
 from dualdist.errors import MismatchError, UsageError
 from dualdist.utils.suggest import type_name
 
 T = TypeVar("T")
+SHOWN = 3  # names, in an error
 GROUP_PARAMS = itemgetter("params")
 STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 Dumps = Callable[[Any], bytes]
@@ -94,6 +104,7 @@ def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
         yield from check_same_tensors(backend, tensors, root_index, f"{name}.check")
         yield from broadcast_all(backend, [tensor for _, tensor in tensors], root_index, name)
 
+    remember_names(tensors)
     run_agreed(group, "broadcast_parameters", name, {"root": root}, perform)
 
 
@@ -127,12 +138,13 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
 
 
 def _broadcast_state(optimizer: torch.optim.Optimizer, root: int, name: str, backend: Backend) -> Stages[None]:
-    layout = type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    layout = type(optimizer).__name__, sizes, sorted(name for name, _ in named_optimizer_params(optimizer))
     layouts = yield from control_plane.allgather_object(backend, layout, f"{name}.groups")
     if any(other != layouts[0] for other in layouts):
         raise MismatchError(
-            f"the optimizers differ: class and parameters in each group, by rank: {layouts}; build the same optimizer "
-            "on every rank"
+            "the optimizers differ: class, parameters in each group and their names, by rank: "
+            f"{[(*first, names[:SHOWN]) for *first, names in layouts]}; build the same optimizer on every rank"
         )
     devices = (param.device for param in optimizer_params(optimizer) if param.device.type != "cpu")
     state = yield from broadcast_nested(backend, _state_of(optimizer), root, next(devices, torch.device("cpu")), name)
@@ -162,6 +174,22 @@ def optimizer_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [*chain.from_iterable(map(GROUP_PARAMS, optimizer.param_groups))]
 
 
+def named_optimizer_params(
+    optimizer: torch.optim.Optimizer | None, names: Mapping[int, str] = MappingProxyType({})
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the optimizer's parameters with their names; [] if it was deleted.
+
+    A parameter that has no name, or that of another one, is named by its position in the groups.
+    """
+    found = [
+        (f"group {group_number}, parameter {number}", names.get(id(param)) or PARAM_NAMES.get(param), param)
+        for group_number, group in enumerate(optimizer.param_groups if optimizer is not None else [])
+        for number, param in enumerate(group["params"])
+    ]
+    counts = Counter(name for _, name, _ in found)
+    return [(name if name and counts[name] == 1 else position, param) for position, name, param in found]
+
+
 def count_running_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps of the optimizer are inside of each other, as one that calls its base class's."""
     count, frame = 0, sys._getframe()
@@ -171,11 +199,11 @@ def count_running_steps(optimizer: torch.optim.Optimizer) -> int:
     return count
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[int, Any], dict[Any, Any]]:
-    """Return the options of each group, the state of each parameter by its number, and any other state."""
+def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any], dict[Any, Any]]:
+    """Return the options of each group, the state of each parameter by its name, and any other state."""
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    numbered = enumerate(optimizer_params(optimizer))
-    state = {number: optimizer.state[param] for number, param in numbered if param in optimizer.state}
+    named = named_optimizer_params(optimizer)
+    state = {name: optimizer.state[param] for name, param in named if param in optimizer.state}
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     return options, state, others
 
@@ -183,7 +211,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], d
 def _set_state(
     optimizer: torch.optim.Optimizer,
     options: Sequence[dict[str, Any]],
-    state: Mapping[int, Any],
+    state: Mapping[str, Any],
     others: Mapping[Any, Any],
 ) -> None:
     """Set what _state_of() returned on another rank."""
@@ -191,10 +219,10 @@ def _set_state(
         for key in group.keys() - given.keys() - {"params"}:
             del group[key]
         group.update(given)
-    params = optimizer_params(optimizer)
+    params = dict(named_optimizer_params(optimizer))
     optimizer.state.clear()
     optimizer.state.update(others)
-    optimizer.state.update({params[number]: _move_to(params[number].device, value) for number, value in state.items()})
+    optimizer.state.update({params[name]: _move_to(params[name].device, value) for name, value in state.items()})
 
 
 def _move_to(device: torch.device, state: Any) -> Any:

@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.backends.control_plane import as_bytes, check_same_tensors, exchange
+from dualdist.backends.control_plane import allgather_object, as_bytes, check_same_tensors, exchange
 from dualdist.backends.operation import Stages
+from dualdist.collectives.broadcast_state import named_optimizer_params
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
-from dualdist.collectives.tensor_utils import named_pairs, plain_values, spec
+from dualdist.collectives.tensor_utils import named_pairs, plain_values, remember_names, spec
 from dualdist.errors import DriftError, UnsupportedError, UsageError
 from dualdist.utils.suggest import format_ranks, type_name
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
+Options = Mapping[str, str]  # by name, as text
 Difference = tuple[int, float, str]  # elements that differ, the largest finite distance, and what is not finite
 WORD_BYTES = 4
 CHUNK_WORDS = 1 << 16  # with their products they fit a processor's L2 cache
@@ -87,29 +91,88 @@ def _factors(device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(stream), dtype=torch.int64).to(device)
 
 
-def check_consistency(group: Group, given: Any, *, buffers: bool) -> None:
-    """Raise DriftError on every rank if bits differ; MismatchError if names, shapes or dtypes do."""
+def check_consistency(
+    group: Group, given: Any, optimizer: torch.optim.Optimizer | None, *, has_all_state: bool, buffers: bool
+) -> None:
+    """Raise DriftError on every rank if bits or options differ; MismatchError if names, shapes or dtypes do."""
     tensors = _named_tensors(given, buffers=buffers)
-    require_same(group, tensors, group.next_name("check_consistency"))
+    remember_names(tensors)
+    options: Options = {}
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"check_consistency takes a torch optimizer, not {type_name(optimizer)}")
+        options = options_of(optimizer, has_all_state=has_all_state)
+        tensors = [*tensors, *(named_state(optimizer) if has_all_state else ())]
+    require_same(group, tensors, group.next_name("check_consistency"), options)
 
 
-def require_same(group: Group, tensors: NamedTensors, name: str, when: str = "") -> None:
+def require_same(group: Group, tensors: NamedTensors, name: str, options: Options, when: str = "") -> None:
     """Raise DriftError on every rank if the ranks hold different bits; all ranks call this with the same name."""
-    found = run_agreed(group, "check_consistency", name, {}, lambda backend: difference(backend, tensors, name))
+    found = run_agreed(
+        group, "check_consistency", name, {}, lambda backend: difference(backend, tensors, name, options)
+    )
     if found:
         raise DriftError(
-            f"{when}{found}. The ranks started from different values, which dd.broadcast_parameters(model) prevents, "
-            "or one has changed something on its own since"
+            f"{when}{found}. The ranks started from different values, which dd.broadcast_parameters(model) and "
+            "dd.broadcast_optimizer_state(optimizer) prevent, or one has changed something on its own since"
         )
 
 
-def difference(backend: Backend, tensors: NamedTensors, name: str) -> Stages[str]:
-    """Return how the ranks' tensors differ, as text, the same on every rank; "" if they are equal."""
+def options_of(optimizer: torch.optim.Optimizer, *, has_all_state: bool) -> Options:
+    """Return what must be the same on all ranks as text: the class, plain options of groups, and the steps taken.
+
+    `has_all_state` is False where this rank has a part of the optimizer's state.
+    """
+    found = {"the optimizer's class": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            found[f"{key} of parameter group {number}"] = _plain_text(value)
+    states = optimizer.state.values() if has_all_state else ()
+    steps = (state["step"] for state in states if isinstance(state, dict) and "step" in state)
+    found["the number of steps"] = _plain_text(next(steps, None))
+    return {name: text for name, text in found.items() if text}
+
+
+def _plain_text(value: object) -> str:
+    """Return a number, a string or a tuple as text; "" for anything else."""
+    plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return f"{plain}" if isinstance(plain, (int, float, str, tuple)) else ""
+
+
+def named_state(optimizer: torch.optim.Optimizer) -> NamedTensors:
+    """Return the tensors of the parameters' state, sorted by name."""
+    states = [(name, optimizer.state.get(param, {})) for name, param in named_optimizer_params(optimizer)]
+    found = [
+        (f"{key} of {name}", value)
+        for name, state in states
+        for key, value in (state.items() if isinstance(state, dict) else ())
+        if isinstance(value, torch.Tensor) and key != "step"
+    ]
+    return sorted(found, key=itemgetter(0))
+
+
+def differing_options(found: Sequence[Options], ranks: Sequence[int]) -> str:
+    """Return the first option that differs, with its values by rank; "" if all are the same."""
+    for name in dict.fromkeys(itertools.chain(*found)):
+        values: dict[str, list[int]] = {}
+        for rank, options in zip(ranks, found, strict=True):
+            values.setdefault(options.get(name, "missing"), []).append(rank)
+        if len(values) > 1:
+            return f"{name} is " + ", ".join(f"{value} on {format_ranks(some)}" for value, some in values.items())
+    return ""
+
+
+def difference(backend: Backend, tensors: NamedTensors, name: str, options: Options) -> Stages[str]:
+    """Return how the ranks' tensors or options differ, as text, the same on every rank; "" if they are equal."""
     prints = fingerprints([tensor for _, tensor in tensors])
     specs = "\n".join(f"{name} {spec(tensor.dtype, tensor.shape)}" for name, tensor in tensors)
-    summary = hashlib.sha256(specs.encode()).digest() + hashlib.sha256(b"".join(prints)).digest()
+    texts = [specs.encode(), json.dumps(options).encode(), b"".join(prints)]
+    summary = b"".join(hashlib.sha256(text).digest() for text in texts)
     if len(set((yield exchange(backend, summary, name)))) == 1:
         return ""
+    all_options = yield from allgather_object(backend, options, f"{name}.options")
+    if clause := differing_options(all_options, backend.ranks):
+        return clause
     yield from check_same_tensors(backend, tensors, 0, f"{name}.tensors")
     rows = yield exchange(backend, b"".join(prints), f"{name}.prints")
     by_tensor = [[row[start : start + DIGEST_BYTES] for row in rows] for start in range(0, len(rows[0]), DIGEST_BYTES)]

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dualdist.collectives.arguments import as_tensor
 from dualdist.errors import UnsupportedError, UsageError
+
+PARAM_NAMES: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,6 +65,13 @@ def named_pairs(given: Any, caller: str) -> list[tuple[str, Any]]:
             "model.parameters()"
         )
     return pairs
+
+
+def remember_names(pairs: Iterable[tuple[str, Any]]) -> None:
+    """Remember the names of parameters, by which wrap_optimizer pairs those of the ranks."""
+    for name, value in pairs:
+        if isinstance(value, torch.nn.Parameter) and value not in PARAM_NAMES:
+            PARAM_NAMES[value] = name
 
 
 def require_own_memory(tensor: torch.Tensor) -> None:

@@ -53,8 +53,8 @@ ASYNC_DEVICES = frozenset(("cuda",))
 class Bucket:
     """Reduce gradients and flags that are packed in one flat tensor.
 
-    The flags are two for each member, "has a dense gradient" and "has a sparse gradient", and those of BUCKET_FLAGS. They
-    are summed in the gradients' dtype, in which a sum of many ones may not be exact: a flag is 0 or not.
+    The flags are two for each member, "has a dense gradient" and "has a sparse gradient", and those of BUCKET_FLAGS.
+    They are summed in the gradients' dtype, in which a sum of many ones may not be exact: a flag is 0 or not.
     """
 
     may_scale = True  # Note [scaled copies]

@@ -20,8 +20,14 @@ from dualdist.backends.arithmetic import Op
 from dualdist.backends.base import Backend
 from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import Reduction, check_reduction
-from dualdist.collectives.broadcast_state import broadcast_nested, count_running_steps, optimizer_params
+from dualdist.collectives.broadcast_state import (
+    broadcast_nested,
+    count_running_steps,
+    named_optimizer_params,
+    optimizer_params,
+)
 from dualdist.collectives.collectives import allreduce, run_agreed
+from dualdist.collectives.consistency import Options, digest, named_state, options_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import map_nested
 from dualdist.ddp.adasum import DeltaSteps, closure_of
@@ -81,6 +87,7 @@ def wrap_optimizer(
         group,
         lambda: optimizer_params(found) if (found := reference()) is not None else [],
         lambda: named_optimizer_params(reference(), names),
+        lambda: _initial_options(found, config) if (found := reference()) is not None else {},
         config,
         accumulate,
         fused_groups=fused_groups,
@@ -90,6 +97,13 @@ def wrap_optimizer(
     reducer.update()
     _attach(reducer, optimizer)
     return optimizer
+
+
+def _initial_options(optimizer: torch.optim.Optimizer, config: ReducerConfig) -> Options:
+    """Return the optimizer's options, and a digest of its state if this rank has all of it."""
+    state = [] if config.shard else [tensor for _, tensor in named_state(optimizer)]
+    options = options_of(optimizer, has_all_state=not config.shard)
+    return {**options, "the digest of the optimizer's state": digest(state)[:12]} if state else options
 
 
 def _resolve_config(config: ReducerConfig, group: Group) -> ReducerConfig:
@@ -371,21 +385,10 @@ def names_by_id(
         repeated = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"named_parameters gives the name {repeated!r} to several parameters: names must be unique")
     by_id = {id(param): name for name, param in pairs}
-    missing = [name for name, param in named_optimizer_params(optimizer, {}) if id(param) not in by_id]
+    missing = [name for name, param in named_optimizer_params(optimizer) if id(param) not in by_id]
     if missing:
         raise UsageError(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
             "pass model.named_parameters() of the whole model, or leave it out"
         )
     return by_id
-
-
-def named_optimizer_params(
-    optimizer: torch.optim.Optimizer | None, names: dict[int, str]
-) -> list[tuple[str, torch.Tensor]]:
-    """Return the optimizer's parameters with their names, or their positions in the groups; [] if it was deleted."""
-    return [
-        (names.get(id(param), f"group {group_number}, parameter {number}"), param)
-        for group_number, group in enumerate(optimizer.param_groups if optimizer is not None else [])
-        for number, param in enumerate(group["params"])
-    ]

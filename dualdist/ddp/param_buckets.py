@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualdist.backends.control_plane import check_same_tensors
+from dualdist.collectives.consistency import Options
 from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig, dense_strides, plan_buckets
 from dualdist.ddp.gradient_packer import is_view_of, owner_of
 from dualdist.ddp.reduction_plan import ReductionPlan, retire_unused
@@ -37,13 +38,14 @@ Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 class ParamBuckets:
     """The parameters of one optimizer, numbered in the order of registration, and the buckets they are assigned to.
 
-    All ranks register the same parameters in the same order. If the group has been closed, `next_group` returns the one
-    that replaces it, or raises. Errors of collectives are raised within the context of `errors`.
+    All ranks register the same parameters, in the order of the first rank. If the group has been closed, `next_group`
+    returns the one that replaces it, or raises. Errors of collectives are raised within the context of `errors`.
     """
 
     group: Group
     parameters: Callable[[], Sequence[torch.Tensor]]
     named_parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]]
+    options: Callable[[], Options]
     config: ReducerConfig
     accumulate: int
     _: KW_ONLY
@@ -123,12 +125,18 @@ class ParamBuckets:
         fused = [[numbers[id(param)] for param in group if id(param) in numbers] for group in self.fused_groups]
         description = f"{self.config.description} accumulate={self.accumulate}" + (f" groups={fused}" if fused else "")
         signatures = [(name if p.is_contiguous() else f"{name} strides {p.stride()}", p) for name, p in new]
+        # Others are known by their place in the optimizer, too, or in a checkpoint of what was not sent.
+        any_order = not (fused or self.config.shard or self._plan.feedback)
         with self.errors():
-            self._channel.run(
+            order = self._channel.run(
                 f"check of the parameters of {self.name}",
-                lambda backend: check_same_tensors(backend, signatures, 0, f"{self.name}.check", description),
+                lambda backend: check_same_tensors(
+                    backend, signatures, 0, f"{self.name}.check", description, any_order=any_order
+                ),
             )
             retire_unused(self.group)
+        new = [new[place] for place in order]  # as on the first rank
+        numbers = {id(param): number for number, (_, param) in enumerate(new, start)}
         self._numbers.update(numbers)
         self._owned.extend(param for _, param in new)
         for _, param in new:
@@ -168,6 +176,11 @@ class ParamBuckets:
     def registered_params(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients are reduced here, in the order of registration on every rank."""
         return [param for param in self._owned if param is not None]
+
+    def tensors_in_order(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the optimizer's parameters with their names, in the same order on every rank."""
+        end = len(self._owned)
+        return sorted(self.named_parameters(), key=lambda pair: (self._numbers.get(id(pair[1]), end), pair[0]))
 
     def parameter(self, number: int) -> torch.Tensor | None:
         """Return the parameter of this number, unless another reducer has taken it."""

@@ -22,10 +22,10 @@ Note [interrupts]: an exception of a signal handler, as KeyboardInterrupt, that 
 raised once they have come, and the gradients are those of all ranks. The group fails if they do not come within
 INTERRUPTED_S, or a second exception comes.
 
-Note [skipped steps]: the others step with these gradients. Whether a rank has stepped since its last reduction is a flag
-of the next one, after which all ranks raise unless all or none have: an exception that left step(), or a step that one
-rank leaves out as its own loss is NaN, ends with an error on every rank. On a GPU only a rank that left out the step
-reads the others' flags, and its error reaches them.
+Note [skipped steps]: the others step with these gradients. Whether a rank has stepped since its last reduction is a
+flag of the next one, after which all ranks raise unless all or none have: an exception that left step(), or a step that
+one rank leaves out as its own loss is NaN, ends with an error on every rank. On a GPU only a rank that left out the
+step reads the others' flags, and its error reaches them.
 
 Note [steps in hooks]: a program may step an optimizer in a hook of its gradients, so that no gradient outlives its
 backward. Such a step reduces what there is, and the packer ignores the rest of that backward, whose hooks come later.
@@ -37,6 +37,7 @@ reduction does. If another rank has taken it for its own, the group fails.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 import time
@@ -51,7 +52,7 @@ from torch.autograd.graph import _engine_run_backward  # private to torch: tests
 
 from dualdist.backends.control_plane import broadcast_object, exchange
 from dualdist.collectives.broadcast_state import allgather_object
-from dualdist.collectives.consistency import difference, digest
+from dualdist.collectives.consistency import Options, difference, digest
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, IS_NESTED, SKIPPED_STEP
 from dualdist.ddp.gradient_packer import (
     NO_BACKWARD,
@@ -370,17 +371,18 @@ class Reducer(ParamBuckets):
 
         Called after the first reduction without joined ranks. If there was one with them, some ranks did not step.
         """
-        own, name = digest(self.registered_params()) if was_first else "", f"{self.name}.digests"
+        options = self.options()
+        own, name = _digest_of(self.registered_params(), options) if was_first else "", f"{self.name}.digests"
         found = {*self._channel.run(name, lambda backend: exchange(backend, own.encode(), name))}
         if len(found) == 1 or b"" in found:
             return
         owned = {*map(id, self.registered_params())}
-        tensors = [(name, param) for name, param in self.named_parameters() if id(param) in owned]
+        tensors = [(name, param) for name, param in self.tensors_in_order() if id(param) in owned]
         name = f"{self.name}.start"
-        how = self._channel.run(name, lambda backend: difference(backend, tensors, name))
+        how = self._channel.run(name, lambda backend: difference(backend, tensors, name, options))
         raise DriftError(
-            f"before the first step {how}. Call "
-            "dd.broadcast_parameters(model) before the training, so that all ranks begin with the same values"
+            f"before the first step {how}. Call dd.broadcast_parameters(model) and "
+            "dd.broadcast_optimizer_state(optimizer) before the training, so that all ranks begin with the same values"
         )
 
     def _adopt_order(self, ready: Sequence[int]) -> None:
@@ -459,6 +461,10 @@ def _count_running_backwards() -> int:
         count += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back  # type: ignore[assignment]
     return count
+
+
+def _digest_of(params: Sequence[torch.Tensor], options: Options) -> str:
+    return f"{digest(params)}{hashlib.sha256(repr(options).encode()).hexdigest()}"
 
 
 def refuse_capture() -> None:

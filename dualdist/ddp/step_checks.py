@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.collectives.consistency import require_same
+from dualdist.collectives.consistency import options_of, require_same
 from dualdist.errors import NonFiniteError
 from dualdist.utils.suggest import format_ranks
 
@@ -130,7 +130,10 @@ class StepChecks:
         if not reducer.has_joined_ranks:  # their parameters are not updated
             if self._steps % self._every == 0:
                 name = f"{reducer.name}.before_step.{self._steps}"
-                require_same(reducer.group, reducer.named_parameters(), name, f"before step {self._steps + 1}, ")
+                options = options_of(optimizer, has_all_state=not reducer.config.shard)
+                require_same(
+                    reducer.group, reducer.tensors_in_order(), name, options, f"before step {self._steps + 1}, "
+                )
             self._steps += 1
         self._checked_reductions = reducer.num_reductions  # last, so that a repeated step() raises again
 

@@ -1,16 +1,22 @@
 """Consistency checks, non-finite gradients, and slow ranks."""
 
+import copy
+import functools
 import itertools
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from contract.oracle import closure_of, digest, law, law_alone, loss_of, net, raises, train
 from torch import nn
 
 import dualdist as dd
-from dualdist.errors import DriftError, NonFiniteError, UsageError
+from dualdist.errors import DriftError, MismatchError, NonFiniteError, UsageError
 
 # A job of one rank has no wrong rank.
 WRONG = 1
@@ -211,6 +217,80 @@ def ranks_that_begin_apart_are_told_to_broadcast_before_the_first_step() -> None
     with torch.no_grad():
         model[0].bias += dd.rank()
     loss_of(model, dd.rank()).backward()
+
+
+@law
+def options_that_differ_are_named_with_their_values() -> None:
+    """In the first step, a check or a save."""
+    model, here = net(), Path(dd.broadcast_object(tempfile.mkdtemp()))
+
+    def make(**options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **options)
+
+    apart: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "lr of parameter group 0 is 0.1 on rank 0": lambda: make(lr=0.2 if is_wrong() else 0.1),
+        "betas of parameter group 0 is (0.9, 0.999) on rank 0": lambda: make(betas=(0.5 if is_wrong() else 0.9, 0.999)),
+        "class is AdamW on rank 0": lambda: make() if not is_wrong() else torch.optim.Adam(model.parameters()),
+    }
+    for words, build in apart.items():
+        optimizer = dd.wrap_optimizer(build())
+        if dd.size() > 1:
+            raises(DriftError, loss_of(model, dd.rank()).backward, words, "on rank 1")
+            raises(DriftError, lambda found=optimizer: dd.check_consistency(optimizer=found), words)
+            raises(DriftError, lambda found=optimizer: dd.save_checkpoint(here, model=model, optimizer=found), words)
+    for shard in (False, True):
+        optimizer = dd.wrap_optimizer(make(lr=0.1), check_every=1, shard=shard)
+        train(model, optimizer, range(2))
+        dd.check_consistency(model, optimizer=optimizer)
+        optimizer.param_groups[0]["lr"] = 0.1 + is_wrong()
+        differs(training(model, optimizer), "before step 3, lr of parameter group 0 is 0.1 on")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** is_wrong())
+    differs(lambda: dd.save_checkpoint(here, scaler=scaler), "the loss scale is 1.0 on rank 0", "2.0 on rank 1")
+    shutil.rmtree(here, ignore_errors=True)
+
+
+@law
+def loaded_state_that_differs_is_found_before_the_first_step() -> None:
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, dd.rank()).backward()
+    plain.step()
+    dd.broadcast_parameters(model)
+    dd.wrap_optimizer(plain)
+    differs(loss_of(model, dd.rank()).backward, "digest of the optimizer's state is")
+    differs(lambda: dd.check_consistency(optimizer=plain), "momentum_buffer of ")
+
+
+@law
+def parameters_are_paired_by_name_in_any_order() -> None:
+    """Biases of equal shapes and values; groups of set differences have another order in every process."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).double()
+    for layer in model:
+        nn.init.zeros_(layer.bias)
+    dd.broadcast_parameters(model)
+    alone = copy.deepcopy(model)
+    biases = [layer.bias for layer in model]
+    groups = [{"params": [layer.weight for layer in model]}, {"params": biases[::-1] if is_wrong() else biases}]
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer, reference = dd.wrap_optimizer(make(groups), check_every=1), make(alone.parameters())
+    for step in range(3):
+        batches = torch.randn(dd.size(), 4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        model(batches[dd.rank()]).square().mean().backward()
+        optimizer.step()
+        reference.zero_grad()
+        (sum(alone(batch).square().mean() for batch in batches) / dd.size()).backward()
+        reference.step()
+    for found, right in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(found, right)
+    dd.broadcast_optimizer_state(optimizer)
+    dd.check_consistency(model, optimizer=optimizer)
+    for layer, right in zip(model, alone, strict=True):
+        assert torch.allclose(
+            optimizer.state[layer.bias]["momentum_buffer"], reference.state[right.bias]["momentum_buffer"]
+        )
+    if dd.size() > 1:
+        raises(MismatchError, lambda: dd.wrap_optimizer(make(groups), shard=True), "in another order")
 
 
 @law
