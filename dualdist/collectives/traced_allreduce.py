@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+# Private to torch: tests/unit/test_torch_private_names.py.
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from dualdist.backends.arithmetic import LINEAR, LOCAL_OPS, Op
 from dualdist.collectives import collectives
@@ -47,6 +49,8 @@ def define_allreduce(
         name = f"{ctx.name}.backward" if ctx.name else ""
         return allreduce(gradient, ctx.op, name, *ctx.others), *[None] * (2 + len(ctx.others))
 
+    # The other ranks take part also where the result is not used: graphs keep it, and its place among the others.
+    _register_effectful_op(allreduce._opoverload, _EffectType.ORDERED)
     allreduce.register_fake(lambda tensor, *_: torch.empty_like(tensor))
     allreduce.register_autograd(backward, setup_context=setup_context)
     return allreduce
