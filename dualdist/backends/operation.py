@@ -64,8 +64,12 @@ class Converted(Operation[U]):
         return self._operation.steps
 
     def advance(self, wait_s: float) -> bool:
-        if not self._operation.advance(wait_s):
-            return False
+        try:
+            if not self._operation.advance(wait_s):
+                return False
+        except Exception:
+            self.failure = self._operation.failure
+            raise
         if self._convert is not None:
             convert, self._convert = self._convert, None
             try:
@@ -107,7 +111,9 @@ class Staged(Operation[T]):
             try:
                 if not current.advance(wait_s):
                     return False
-            except DualdistError as error:
+            except Exception as error:
+                if not isinstance(error, DualdistError) and current.failure is not error:
+                    raise
                 self._go_on(partial(self._stages.throw, error))
             else:
                 self._go_on(lambda current=current: self._stages.send(current.result))  # type: ignore[misc]
@@ -120,6 +126,7 @@ class Staged(Operation[T]):
             self._current = resume()
         except StopIteration as end:
             self.result = end.value
+            self._current = None  # frees its tensors
             self._has_ended = True
         except Exception as error:
             self.failure = error

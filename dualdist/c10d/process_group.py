@@ -30,7 +30,7 @@ from dualdist.collectives import reductions
 from dualdist.collectives.reductions import sparse_sum
 from dualdist.engine.channel import Channel, Transfer
 from dualdist.engine.monitor import Monitor
-from dualdist.errors import UnsupportedError, UsageError
+from dualdist.errors import CollectiveError, UnsupportedError, UsageError
 from dualdist.utils.deadline import stop_at_exit
 
 Tensors = list[torch.Tensor]
@@ -253,8 +253,9 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         result, *inputs = map(flattened, columns)
         check([*result, *flattened(inputs)])
         if self._callbacks.are_wanted and not self._callbacks.are_running_here:
-            self._callbacks.are_wanted = False
-            self._finish_all()
+            with self._channel.failing("the end of the callbacks"):
+                self._finish_all()
+                self._callbacks.are_wanted = False
         self._count += 1
         name, own_s = f"c10d.{self._name}.{kind}.{self._count}", opts.timeout.total_seconds()
         rows = list(zip(*columns, strict=True))
@@ -264,8 +265,14 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
             return begin(*rows[0], name) if len(rows) == 1 else Staged(all_rows())
 
         def all_rows() -> Stages[None]:
-            for row, each in zip(rows, names, strict=True):
-                yield begin(*row, each)
+            for number, (row, each) in enumerate(zip(rows, names, strict=True)):
+                try:
+                    operation = begin(*row, each)
+                except (UnsupportedError, UsageError) as error:
+                    if number:  # other rows have been sent
+                        raise CollectiveError(f"tensor {number} of {len(rows)}: {error}") from error
+                    raise
+                yield operation
 
         what = Transfer(kind, name, result[0]) if result else f"{kind} {name!r}"
         is_attended = getattr(opts, "asyncOp", True)

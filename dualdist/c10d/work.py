@@ -70,13 +70,16 @@ class GroupWork(dist.Work):
             self._resolve()
 
     def _resolve(self) -> None:
-        """Complete the future, by the thread that ended the operation."""
+        """Complete the future, by the thread that ended the operation; once."""
+        self._work.on_end = None  # refers to this object
         error = self._work.error
         if isinstance(error, CollectiveTimeoutError):  # with the word that programs look for in errors of torch
             text = f"the timeout of {self._work.timeout_s:g} s has passed: {error}"
             error = CollectiveTimeoutError(text).with_traceback(error.__traceback__)
-        self._error = error
         with self._resolving:
+            if self._is_resolved:
+                return
+            self._error = error
             self._is_resolved = True
             source = self._source  # a later get_future() resolves its own
         if source is not None:

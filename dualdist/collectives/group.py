@@ -218,17 +218,20 @@ class Group:
                 self._blocking_name = call.name
                 before = None if probe is None else probe.enter(call)
                 return self._perform_blocking(call)
+            except BaseException as error:
+                described = self._described(error, call)  # while the probe knows that this rank is here
+                latch.fail(described, call)
+                if described is error:
+                    raise
+                raise described from error.__cause__
             finally:
                 self._blocking_name = ""
                 if probe is not None:
                     probe.leave(before)
                 channel.leave()
-        except BaseException as error:
-            described = self._described(error, call)
-            latch.fail(described, call)
-            if described is error:
-                raise
-            raise described from error.__cause__
+        except BaseException as error:  # an interrupt may come on either side of the call
+            latch.fail(error, call)
+            raise
 
     def _perform_blocking(self, call: BlockingCall) -> torch.Tensor | Handle[torch.Tensor]:
         began = 0.0 if self.wait_times is None else time.monotonic()
@@ -269,7 +272,8 @@ class Group:
                 self._begin_cycle()
             except (CollectiveError, UsageError) as error:
                 self._fail_pending(error)
-        return None
+                return None
+        return CYCLE_S  # it may have ended already, with requests that other ranks lack
 
     def wait_for(self, handle: Handle[Any]) -> None:
         """Begin cycles, or wait for those that another thread has begun, until the handle is done."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+
 # Private to torch: tests/unit/test_torch_private_names.py.
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 

@@ -135,7 +135,7 @@ def _follow(group: Group) -> int:
                 group.monitor.require_responsive()
                 deadline = Deadline(limit_s)
             else:
-                channel.check(deadline)
+                channel.check(Deadline(PATIENCE_S))
                 time.sleep(POLL_S)
         requests = [RankRequests.loads(data) for data in exchange.wait()]
         response = compute_response(requests, group.ranks)

@@ -340,7 +340,8 @@ class Reducer(ParamBuckets):
         except DualdistError:
             raise
         except BaseException as interrupt:
-            bucket.limit_wait(INTERRUPTED_S)
+            for each in self._buckets:
+                each.limit_wait(INTERRUPTED_S)
             try:
                 bucket.wait()
             except BaseException as error:

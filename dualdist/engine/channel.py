@@ -235,7 +235,6 @@ class Channel:
         self._queue: deque[Work[Any]] = deque()
         self._blocking = Work(self, "an operation that its caller performs", lambda _: Blocking(), timeout_s)
         self._blocking.operation = Blocking()
-        self._begun = 0  # works of the queue that have begun
         self._ended = 0
         self._lock = threading.RLock()  # of the queue, and of what begins
         self._turn = threading.RLock()  # of the thread that advances
@@ -327,10 +326,13 @@ class Channel:
     def _begin_admitted(self) -> None:
         """Begin what the operations before it admit; called with the lock held."""
         queue = self._queue
-        while self._begun < len(queue):
-            if self._begun and (last := queue[self._begun - 1].operation) is not None and not last.admits_next:
+        index = len(queue)
+        while index and queue[index - 1].operation is None:
+            index -= 1
+        while index < len(queue):
+            if index and (last := queue[index - 1].operation) is not None and not last.admits_next:
                 return
-            work = queue[self._begun]
+            work = queue[index]
             try:
                 work.begin(self.backend)
             except HARMLESS as error:
@@ -339,13 +341,12 @@ class Channel:
                 continue
             except BaseException as error:
                 described = self.monitor.describe(error, work.what)
-                queue.remove(work)
-                work.end(described)
-                self.latch.fail(described, work.what)
-                if described is error:
+                described.__cause__ = error.__cause__
+                self._give_up(work, described)
+                if not isinstance(error, Exception):
                     raise
-                raise described from error.__cause__
-            self._begun += 1
+                return
+            index += 1
 
     def advance(self) -> None:
         """Move what can be moved without waiting, unless another thread advances."""
@@ -358,7 +359,9 @@ class Channel:
 
     def _advance_first(self, wait_s: float) -> bool:
         """Advance the first operation; return True if it has ended. Called by the thread whose turn it is."""
-        work = self._queue[0]
+        work = self._first()
+        if work is None:
+            return False
         if not work.is_done:
             try:
                 if work.operation is None:  # those before it have ended
@@ -369,17 +372,16 @@ class Channel:
                     return False
             except Exception as error:
                 # An exception of a signal handler leaves the operation as it is: a wait may be repeated.
-                if not isinstance(error, DualdistError) and (
-                    work.operation is None or work.operation.failure is not error
-                ):
+                is_its_own = work.operation is not None and work.operation.failure is error
+                can_be_handlers = threading.current_thread() is threading.main_thread()
+                if can_be_handlers and not isinstance(error, DualdistError) and not is_its_own:
                     raise
-                self._end_first(self.monitor.describe(error, work.what), error.__cause__)
+                self._end_first(work, self.monitor.describe(error, work.what), error.__cause__)
                 return True
             work.end(None)
         with self._lock:
             if self._queue and self._queue[0] is work:
                 self._queue.popleft()
-                self._begun = max(0, self._begun - 1)
                 self._ended += 1
             self._begin_admitted()
         if self.latch.failure is not None and not self._queue:
@@ -387,20 +389,28 @@ class Channel:
         self._notify()
         return True
 
-    def _end_first(self, error: BaseException, cause: BaseException | None) -> None:
+    def _first(self) -> Work[Any] | None:
+        """Return the first operation, which another thread may remove at any time."""
+        try:
+            return self._queue[0]
+        except IndexError:
+            return None
+
+    def _end_first(self, work: Work[Any], error: BaseException, cause: BaseException | None) -> None:
         """Fail the first operation with this error, and, if it closes the latch, those behind it."""
         error.__cause__ = cause
         with self._lock:
-            first = self._queue.popleft()
-            self._begun = max(0, self._begun - 1)
-            self._ended += 1
-        self.latch.fail(error, first.what)
-        first.end(error)
+            if self._first() is work:  # else another thread has given it up
+                self._queue.popleft()
+                self._ended += 1
+        self.latch.close(error, work.what)
+        work.end(error)
         if isinstance(error, HARMLESS):
             with self._lock:
                 self._begin_admitted()
         else:
             self.abandon_all(error)
+            self.latch.tell()
         self._notify()
 
     def abandon_all(self, error: BaseException) -> None:
@@ -408,7 +418,6 @@ class Channel:
         with self._lock:
             works = list(self._queue)
             self._queue.clear()
-            self._begun = 0
         for work in works:
             work.end(error)
         self._notify()
@@ -454,10 +463,14 @@ class Channel:
                 return
             if deadline is None or progress != self._progress():
                 deadline, progress = Deadline(work.timeout_s), self._progress()
-            self.check(deadline)
+            self.check(deadline, lambda: work.is_done)
 
-    def check(self, deadline: Deadline) -> None:
-        """Raise why a wait must end: the session was closed, a rank has failed or ended, or the deadline has passed."""
+    def check(self, deadline: Deadline, has_ended: Callable[[], bool] = lambda: False) -> None:
+        """Raise the error that ends a wait: the session was closed, a rank failed or ended, or the deadline passed.
+
+        Not if the operation ends now: its data may have come just before the other rank went, or while this process
+        was suspended.
+        """
         latch = self.latch
         if not latch.is_open:
             raise NotInitializedError(CLOSED)
@@ -465,12 +478,16 @@ class Channel:
             latch.abandon()
             raise CollectiveError(latch.cause) from latch.failure
         lost = self.backend.lost_ranks()
+        if not lost and not deadline.passed():
+            return
+        self.advance()
+        if has_ended():
+            return
         if lost:
             error = RankLostError(f"rank {', '.join(map(str, lost))} called dd.shutdown() or ended")
             error.ranks = tuple(lost)
             raise error
-        if deadline.passed():
-            raise timeout_error(deadline.timeout_s)
+        raise timeout_error(deadline.timeout_s)
 
     def _give_up(self, work: Work[Any], error: BaseException) -> None:
         """Fail a work that its program no longer waits for, and all behind it; those before it may still end."""
@@ -479,18 +496,16 @@ class Channel:
             behind = works[works.index(work) :] if work in works else []
             for _ in behind:
                 self._queue.pop()
-            self._begun = min(self._begun, len(self._queue))
-        if self._queue:  # what was begun before may still end
-            self.latch.close(error, work.what)
-        else:
-            self.latch.fail(error, work.what)
+        self.latch.close(error, work.what)
+        if not self._queue:  # else what was begun before may still end
+            self.latch.tell()
         for each in behind:
             each.end(error)
         self._notify()
 
     def _progress(self) -> int:
-        first = self._queue[0].operation if self._queue else None
-        return self._ended + (0 if first is None else first.steps)
+        first = self._first()
+        return self._ended + (0 if first is None or first.operation is None else first.operation.steps)
 
     def _notify(self) -> None:
         """Wake the threads that wait for another one's progress."""
@@ -512,19 +527,23 @@ class Channel:
         """Let this thread use the backend itself, by finish(), until leave(); False if operations are under way."""
         if self._queue or not self._turn.acquire(blocking=False):
             return False
-        self._queue.append(self._blocking)
-        self._begun = 1
-        return True
+        with self._lock:
+            if not self._queue:
+                self._queue.append(self._blocking)
+                return True
+        self._turn.release()
+        return False
 
     def leave(self) -> None:
         """End what enter() began, if it returned True."""
-        if self._queue and self._queue[0] is self._blocking:
+        if self._first() is self._blocking:
             with self._lock:
                 self._queue.popleft()
-                self._begun = 0
                 if self._queue:
                     self._begin_admitted()
             self._turn.release()
+            if self.latch.failure is not None and not self._queue:
+                self.latch.tell()
             if self._waiters:
                 self._notify()
 
@@ -536,7 +555,7 @@ class Channel:
         while not operation.advance(SLICE_S):
             if deadline is None or progress != operation.steps:
                 deadline, progress = Deadline(self.timeout_s), operation.steps
-            self.check(deadline)
+            self.check(deadline, lambda: operation.advance(0.0))
 
     def attend(self) -> None:
         """Let the progress thread advance what is under way, and then what `source` begins.
@@ -556,9 +575,8 @@ class Channel:
         while self.latch.is_open:
             with self._changed:
                 if not self._must_attend:
-                    self._waiters += 1
-                    self._changed.wait()
-                    self._waiters -= 1
+                    if self.latch.is_open:  # attend() and close() notify
+                        self._changed.wait()
                     continue
                 self._must_attend = False
             self._advance_in_background()
@@ -573,7 +591,7 @@ class Channel:
                         return
                     self.wait_for_change(pause_s)
                     continue
-            first = self._queue[0] if self._queue else None
+            first = self._first()
             if not self._turn.acquire(blocking=False):
                 self.wait_for_change(SLICE_S)
                 continue
@@ -583,17 +601,17 @@ class Channel:
             finally:
                 self._turn.release()
                 self._notify()
-            if first is None or not self._queue or self._queue[0] is not first or progress != self._progress():
-                deadline, progress = Deadline(self._queue[0].timeout_s if self._queue else 0.0), self._progress()
+            if first is None or self._first() is not first or progress != self._progress():
+                now = self._first()
+                deadline, progress = Deadline(0.0 if now is None else now.timeout_s), self._progress()
             elif deadline is not None and not self._programs:  # each of which looks at its own limit
                 try:
-                    self.check(deadline)
+                    self.check(deadline, lambda first=first: first.is_done)  # type: ignore[misc]
                 except (CollectiveError, NotInitializedError) as error:
                     self._give_up(first, self.monitor.describe(error, first.what))
 
     def close(self) -> None:
         """End the progress thread; what is under way fails. The latch is closed first."""
-        self._notify()
         with self._changed:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -128,6 +128,8 @@ class RankProbe:
     def watch_failures(self, scope: str, learn: Learn) -> None:
         """Call a method with the failure of another rank in a scope; it is not kept alive for that."""
         self._learners[scope] = weakref.WeakMethod(learn)
+        if scope in self._failures:  # it came before
+            self._teach(scope)
 
     def find_failure(self, scope: str) -> str | None:
         """Return the failure that another rank has reported in a scope, or None; asks the store."""
@@ -142,12 +144,16 @@ class RankProbe:
                 rank, scope, cause = json.loads(self._store.get(self._name("failure", self._num_failures), 1.0))
                 if rank == self.rank:
                     continue
-                text = self._failures.setdefault(scope, f"rank {rank} gave up: {cause}")
-                learner = self._learners.get(scope)
-                if learner is not None and (learn := learner()) is not None:
-                    error = CollectiveError(text)
-                    error.names_operation = True
-                    learn(error)
+                self._failures.setdefault(scope, f"rank {rank} gave up: {cause}")
+                self._teach(scope)
+
+    def _teach(self, scope: str) -> None:
+        """Call the method that waits for a failure of the scope, if there is one."""
+        learner = self._learners.get(scope)
+        if learner is not None and (learn := learner()) is not None:
+            error = CollectiveError(self._failures[scope])
+            error.names_operation = True
+            learn(error)
 
     def query(self) -> ProbeResult:
         """Return the positions of all ranks that answer; raise RendezvousError if the store is gone."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -201,7 +202,9 @@ class MpiBackend(Backend):
         if parent is not None:
             parent._children.remove(self)
         self._calls.put(None)
-        if self._comms and not self._running:  # or MPI still uses them
+        if self._running:  # MPI writes to their tensors, and uses the communicators: they stay until the process ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._running))
+        elif self._comms:
             comms = self._comms
             self._within(lambda: [comm.Free() for comm in comms], "could not free a communicator")
         self._comms = ()

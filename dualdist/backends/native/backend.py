@@ -317,12 +317,11 @@ class NativeBackend(Backend):
                 continue
             # Its end would wait for operations that the other ranks never finish: it stays until the process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
-            for other in range(
-                backend.size
-            ):  # of a rank that has gone a receive fails at once, and closes nothing else
+            # Of a rank that has gone a receive fails at once, and closes nothing else.
+            for other in range(backend.size):
                 if other != backend.rank:
                     with contextlib.suppress(RuntimeError):
-                        gloo.recv([torch.empty(1)], other, ABANDON_TAG).wait(timedelta(seconds=ABANDON_S))
+                        gloo.recv([torch.empty(1, device="cpu")], other, ABANDON_TAG).wait(timedelta(seconds=ABANDON_S))
 
     def built_with(self) -> dict[str, int]:
         return built_with()
