@@ -151,10 +151,10 @@ def allreduce_(tensor: Tensor, op: Op = "mean", *, async_op: bool = False, **opt
         >>> dd.allreduce_(tensor, op="sum") is tensor
         True
     """
-    arguments = _reduction(op, **options)
+    group = group_or_world(options.pop("group", None))
     if async_op:
-        return collectives.allreduce(tensors=as_tensor(tensor), in_place=True, **arguments).start()
-    return fast_allreduce.allreduce(tensor=tensor, in_place=True, **arguments)
+        return collectives.allreduce(group, as_tensor(tensor), op, in_place=True, **options).start()
+    return fast_allreduce.allreduce(group, tensor, op, in_place=True, **options)
 
 
 @overload

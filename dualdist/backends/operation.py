@@ -6,6 +6,7 @@ An operation has no queue, no time limit and no thread: whoever advances its cha
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +23,7 @@ class Operation(Generic[T]):
 
     Attributes:
         result: what the operation returns, once advance() has returned True.
-        steps: grows whenever the operation gets on, as far as that is known before it ends.
+        steps: grows whenever the operation makes progress, as far as that is known before it ends.
         admits_next: the next operation may begin on the transport before this one has ended.
         failure: what its own code raised, which ended it. Errors of transports are DualdistErrors; any other exception
             is of a signal handler, and the operation can be advanced again.
@@ -79,6 +80,30 @@ class Converted(Operation[U]):
                 raise
         elif not hasattr(self, "result"):
             raise CollectiveError("it was interrupted before its result was complete")
+        return True
+
+
+class Within(Operation[T]):
+    """An operation that advances in a context: the stream and the mode of the call, whichever thread advances it."""
+
+    def __init__(self, operation: Operation[T], context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._operation = operation
+        self._context = context
+        self.admits_next = operation.admits_next
+
+    @property
+    def steps(self) -> int:
+        return self._operation.steps
+
+    def advance(self, wait_s: float) -> bool:
+        try:
+            with self._context():
+                if not self._operation.advance(wait_s):
+                    return False
+                self.result = self._operation.result
+        except Exception:
+            self.failure = self._operation.failure
+            raise
         return True
 
 

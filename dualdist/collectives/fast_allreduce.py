@@ -25,7 +25,7 @@ from dualdist.collectives.handle import Collective, Handle
 from dualdist.collectives.negotiation import ENCODE, PAYLOAD_MARK, CollectiveRequest, RankRequests
 from dualdist.collectives.reductions import allreduce_
 from dualdist.collectives.tensor_utils import spec
-from dualdist.engine.channel import Channel
+from dualdist.engine.channel import SLICE_S, Channel
 
 KIND = "allreduce"
 # Dtypes that NumPy has, and in which torch computes without conversion.
@@ -64,9 +64,11 @@ def allreduce(
         if name is None:
             group.num_unnamed += 1
             name = f"{KIND}.{group.num_unnamed}"
+            encoded = f'"{name}"'
         else:
             name = name_of(group, KIND, name)
-        request = f"{known.before_name}{ENCODE(name)}{known.after_name}".encode() + PAYLOAD_MARK
+            encoded = ENCODE(name)
+        request = f"{known.before_name}{encoded}{known.after_name}".encode() + PAYLOAD_MARK
         found = group.run_blocking(FastAllreduce(group, tensor, op, name, known, request, in_place))
         if isinstance(found, Handle):
             result = found.wait()
@@ -144,7 +146,8 @@ class FastAllreduce(NamedTuple):
             if backend.messenger is None
             else backend.messenger.message(self.request, payload)
         )
-        channel.finish(message)
+        if not message.advance(SLICE_S):
+            channel.finish(message)
         if not message.is_equal:
             return message
         if known.is_inline:
@@ -153,5 +156,7 @@ class FastAllreduce(NamedTuple):
         output = values if self.in_place else torch.empty_like(values)
         source = None if self.in_place else values
         name = f"op.{self.name}.0"
-        channel.finish(allreduce_(backend, output, known.op, name, source=source, is_ordered=known.is_ordered))
+        operation = allreduce_(backend, output, known.op, name, source=source, is_ordered=known.is_ordered)
+        if not operation.advance(SLICE_S):
+            channel.finish(operation)
         return tensor if self.in_place else output

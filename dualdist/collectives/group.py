@@ -22,11 +22,11 @@ import torch
 
 from dualdist.backends.base import Backend, Message
 from dualdist.backends.control_plane import exchange
-from dualdist.backends.operation import Stages
+from dualdist.backends.operation import Staged, Stages
 from dualdist.collectives.arguments import Reduction
 from dualdist.collectives.handle import Collective, Handle, rank_args_of
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, compute_response
-from dualdist.engine.channel import Channel, Work, as_operation
+from dualdist.engine.channel import Channel, Work
 from dualdist.engine.monitor import Monitor
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, MismatchError, UsageError
 from dualdist.monitoring.process_state import OUR_THREADS
@@ -178,10 +178,13 @@ class Group:
             handle.fail(self.channel.latch.failure)
             return
         self._notify("agreed", handle.request)
-        yield from handle.perform(self.backend, rank_args)
-        if handle.error is not None:
-            handle.error = self._described(handle.error, handle.request)
-            self.channel.latch.fail(handle.error, handle.request)
+
+        def closing_latch(error: BaseException) -> BaseException:
+            described = self._described(error, handle.request)
+            self.channel.latch.fail(described, handle.request)
+            return described
+
+        yield from handle.perform(self.backend, rank_args, closing_latch)
         if self.wait_times is not None:
             self.wait_times.record_operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
         self._notify("done", handle.request)
@@ -217,7 +220,14 @@ class Group:
             try:
                 self._blocking_name = call.name
                 before = None if probe is None else probe.enter(call)
-                return self._perform_blocking(call)
+                began = 0.0 if self.wait_times is None else time.monotonic()
+                self.exchanges += 1
+                result = call.perform(channel)
+                if isinstance(result, Message):
+                    return self._respond_to_all(call, result, began)
+                if self.wait_times is not None:
+                    self.wait_times.record_operation(began, began or None)
+                return result
             except BaseException as error:
                 described = self._described(error, call)  # while the probe knows that this rank is here
                 latch.fail(described, call)
@@ -233,23 +243,13 @@ class Group:
             latch.fail(error, call)
             raise
 
-    def _perform_blocking(self, call: BlockingCall) -> torch.Tensor | Handle[torch.Tensor]:
-        began = 0.0 if self.wait_times is None else time.monotonic()
-        self.exchanges += 1
-        result = call.perform(self.channel)
-        if isinstance(result, Message):
-            return self._respond_to_all(call, result, began)
-        if self.wait_times is not None:
-            self.wait_times.record_operation(began, began or None)
-        return result
-
     def _respond_to_all(self, call: BlockingCall, message: Message, began: float) -> Handle[torch.Tensor]:
         """Do what follows from the requests of ranks that do not all do the same."""
         handle = Handle(call.collective())
         handle.began, handle.waits_since = began, began or None
         with self._lock:
             self._pending[handle.name] = handle
-        self.channel.finish(as_operation(self._respond(message.result, [handle])))
+        self.channel.finish(Staged(self._respond(message.result, [handle])))
         self._forget_done()
         return handle
 

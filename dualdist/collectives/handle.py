@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.backends.operation import Stages
+from dualdist.backends.operation import Stages, Within
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests
 
@@ -161,31 +161,39 @@ class Handle(Generic[T]):
             raise self.error
         return self._result
 
-    def perform(self, backend: Backend, rank_args: Sequence[Any]) -> Stages[None]:
-        """Perform the collective; its error is kept for wait()."""
+    def perform(
+        self, backend: Backend, rank_args: Sequence[Any], describe: Callable[[BaseException], BaseException]
+    ) -> Stages[None]:
+        """Perform the collective; what `describe` returns for an error is kept for wait()."""
         assert self._collective is not None, "a collective is performed once"
         self.rank_args = rank_args
         try:
-            with self._streams, _inference_mode(self._is_inference):
+            with self._context():
                 found = self._collective.perform(backend, rank_args)
             result = (yield from self._in_context(found)) if isinstance(found, Generator) else found
         except Exception as error:  # of any kind: wait() raises it
-            self.fail(error)
+            self.fail(describe(error))
         else:
             self._result = result
             self._end()
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        """Set the streams and the inference mode of the call, whichever thread performs it."""
+        with self._streams, _inference_mode(self._is_inference):
+            yield
 
     def _in_context(self, stages: Stages[T]) -> Stages[T]:
         """Run the stages in the streams and the mode of the call, whichever thread advances them."""
         resume: Callable[[], Any] = lambda: stages.send(None)  # noqa: E731
         while True:
-            with self._streams, _inference_mode(self._is_inference):
+            with self._context():
                 try:
                     operation = resume()
                 except StopIteration as end:
                     return cast(T, end.value)
             try:
-                value = yield operation
+                value = yield Within(operation, self._context)
             except Exception as error:
                 resume = partial(stages.throw, error)
             else:

@@ -150,7 +150,7 @@ class Bucket:
             self._work = None
 
     def limit_wait(self, seconds: float) -> None:
-        """Let wait() raise CollectiveTimeoutError when nothing gets on for these seconds."""
+        """Let wait() raise CollectiveTimeoutError when nothing makes progress for these seconds."""
         if self._work is not None:
             self._work.timeout_s = min(self._work.timeout_s, seconds)
 

@@ -113,9 +113,13 @@ def join(group: Group) -> int:
     group.is_joined = True
     try:
         with group.channel.failing("join"), group.monitor.operation("join"):
-            return _follow(group)
+            last = _follow(group)
     finally:
         group.is_joined = False
+    for plan in group.reducers:
+        if (reducer := plan.reducer()) is not None:
+            reducer.end_join()
+    return last
 
 
 def _follow(group: Group) -> int:

@@ -129,6 +129,10 @@ class Reducer(ParamBuckets):
                 _reduce_due(self.group, [self], is_inside=is_inside)
             self._raise_interrupt()
 
+    def end_join(self) -> None:
+        """Compare no step with those during a join, which only some ranks took: Note [skipped steps]."""
+        self._has_stepped = True
+
     def finish_step(self) -> None:
         """Begin the next step: the parameters have been updated."""
         self._has_stepped = True

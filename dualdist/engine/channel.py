@@ -3,10 +3,7 @@
 Note [who advances]: an operation moves when somebody advances it: a program that waits, a hook of backward that does
 not wait, or the channel's progress thread, one thread at a time. All of them advance the first operation of the queue.
 
-Note [failures]: whatever leaves an operation that had begun to send, also an interrupt, closes the latch: this rank
-begins no operation on the channel any more, and its connections are broken, so that the other ranks stop waiting for
-it. They find the reason in the job's store. So all ranks raise at this operation or at the next one, and no message is
-ever taken for another one.
+What happens when one of them fails is in latch.py.
 """
 
 from __future__ import annotations
@@ -14,27 +11,22 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dualdist.backends.base import Backend, timeout_error
 from dualdist.backends.operation import Operation, Staged, Stages
 from dualdist.backends.wait_budget import BYTES_PER_S
+from dualdist.engine.latch import HARMLESS, Latch
 from dualdist.engine.monitor import Monitor
 from dualdist.errors import (
     CLOSED,
     CollectiveError,
     DualdistError,
-    MismatchError,
     NotInitializedError,
     RankLostError,
-    TrainingError,
-    UnsupportedError,
-    UsageError,
 )
-from dualdist.monitoring.failed_exit import exit_if_continued
 from dualdist.monitoring.process_state import OUR_THREADS
 from dualdist.utils.deadline import Deadline
 
@@ -49,91 +41,6 @@ SLICE_S = 0.2
 # Seconds that close() waits for the progress thread.
 DRAIN_S = 2.0
 Observer = Callable[[str, Any], None]
-# Errors that are raised on all ranks alike, or before anything was sent: the channel goes on.
-HARMLESS = (MismatchError, UnsupportedError, UsageError, TrainingError)
-
-
-class Latch:
-    """Refuses operations between some ranks once one of them has failed: Note [failures].
-
-    Attributes:
-        failure: Why this rank begins no more operations.
-        cause: The same as text, with the operation.
-        has_told: The other ranks know, and operations that are still under way will not end.
-    """
-
-    def __init__(self, backend: Backend, monitor: Monitor, timeout_s: float) -> None:
-        self.failure: BaseException | None = None
-        self.cause = ""
-        self.has_told = False
-        self.is_open = True
-        self._backends = [backend]
-        self._monitor = monitor
-        self._timeout_s = timeout_s
-        self._refused_since = 0.0  # first call after the failure, on the monotonic clock
-        monitor.watch_failures(self.learn)
-
-    @property
-    def ignored_failure(self) -> str:
-        """Return the failure after which the program kept calling, or ""."""
-        return str(self.failure) if self._refused_since else ""
-
-    def add(self, backend: Backend) -> None:
-        """Let this backend fail together with the others."""
-        self._backends.append(backend)
-
-    def require_usable(self) -> None:
-        """Raise NotInitializedError or CollectiveError if this rank cannot begin an operation."""
-        if not self.is_open:
-            raise NotInitializedError(CLOSED)
-        if self.failure is not None:
-            self._refused_since = self._refused_since or time.monotonic()
-            exit_if_continued(self._refused_since, self._timeout_s, str(self.failure))
-            raise CollectiveError(
-                "the ranks are out of step since an operation failed; call dd.shutdown() and dd.init() on every rank, "
-                f"or start the job again. It was: {self.cause}"
-            ) from self.failure
-
-    def fail(self, error: BaseException, what: object = "") -> None:
-        """Refuse all further operations here and on the other ranks, unless the error left all at the same point."""
-        if self.close(error, what):
-            self.tell()
-
-    def close(self, error: BaseException, what: object) -> bool:
-        """Refuse further operations, unless the error left all ranks at the same point; return True if it is new."""
-        if self.failure is not None or not self.is_open or isinstance(error, HARMLESS):
-            return False
-        self.failure, self.cause = error, describe_cause(error, what)
-        return True
-
-    def tell(self) -> None:
-        """Report the failure to the other ranks, and break the connections to them."""
-        if self.failure is None or self.has_told:
-            return
-        self.has_told = True
-        if not isinstance(self.failure, RankLostError):  # which each rank finds by itself
-            self._monitor.report_failure(self.cause)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Break the connections of these ranks, if an operation has failed here or elsewhere."""
-        if self.failure is not None:
-            backends, self._backends = self._backends, []
-            for backend in backends:
-                backend.abandon()
-
-    def learn(self, error: CollectiveError) -> None:
-        """Fail, as another rank has."""
-        if self.failure is None and self.is_open:
-            self.failure, self.cause, self.has_told = error, f"{error}", True
-
-
-def describe_cause(error: BaseException, what: object = "") -> str:
-    """Return the message of an error of ours, or the kind of another one, with the operation that it left."""
-    if isinstance(error, CollectiveError) and error.names_operation:
-        return f"{error}"
-    kind = f"{error}" if isinstance(error, CollectiveError) else f"{type(error).__name__} {error}".strip()
-    return f"{what}: {kind}" if str(what) else kind
 
 
 class Transfer:
@@ -160,7 +67,11 @@ class Work(Generic[T]):
     """
 
     def __init__(
-        self, channel: Channel, what: object, begin: Callable[[Backend], Operation[T]], timeout_s: float
+        self,
+        channel: Channel,
+        what: object,
+        begin: Callable[[Backend], Operation[T] | Stages[T]],
+        timeout_s: float,
     ) -> None:
         self.what = what
         self.timeout_s = timeout_s
@@ -168,16 +79,16 @@ class Work(Generic[T]):
         self.is_done = False
         self.error: BaseException | None = None
         self.on_end: Callable[[], None] | None = None  # called once, by the thread that ends it
-        self._begin: Callable[[Backend], Operation[T]] | None = begin
+        self._begin: Callable[[Backend], Operation[T] | Stages[T]] | None = begin
         self._channel = channel
 
-    def begin(self, backend: Backend) -> Operation[T]:
+    def begin(self, backend: Backend) -> None:
         """Begin on the transport; called once."""
         if self._begin is None:
             raise CollectiveError("it was interrupted as it began")
         begin, self._begin = self._begin, None
-        self.operation = begin(backend)
-        return self.operation
+        begun = begin(backend)
+        self.operation = begun if isinstance(begun, Operation) else Staged(begun)
 
     def done(self) -> bool:
         """Return True if wait() would return at once; moves what can be moved."""
@@ -275,7 +186,7 @@ class Channel:
             UnsupportedError: the transport cannot move this; nothing was sent.
         """
         self.latch.require_usable()
-        work = Work(self, what, lambda backend: as_operation(begin(backend)), timeout_s or self.timeout_s)
+        work = Work(self, what, begin, timeout_s or self.timeout_s)
         if self.observers and isinstance(what, Transfer):
             self._observe(work, what)
         is_first = not self._queue
@@ -359,8 +270,9 @@ class Channel:
 
     def _advance_first(self, wait_s: float) -> bool:
         """Advance the first operation; return True if it has ended. Called by the thread whose turn it is."""
-        work = self._first()
-        if work is None:
+        try:
+            work = self._queue[0]
+        except IndexError:  # another thread has given up all that was under way
             return False
         if not work.is_done:
             try:
@@ -385,8 +297,9 @@ class Channel:
                 self._ended += 1
             self._begin_admitted()
         if self.latch.failure is not None and not self._queue:
-            self.latch.tell()
-        self._notify()
+            self.latch.report()
+        if self._waiters:
+            self._notify()
         return True
 
     def _first(self) -> Work[Any] | None:
@@ -403,14 +316,14 @@ class Channel:
             if self._first() is work:  # else another thread has given it up
                 self._queue.popleft()
                 self._ended += 1
-        self.latch.close(error, work.what)
+        self.latch.record(error, work.what)
         work.end(error)
         if isinstance(error, HARMLESS):
             with self._lock:
                 self._begin_admitted()
         else:
             self.abandon_all(error)
-            self.latch.tell()
+            self.latch.report()
         self._notify()
 
     def abandon_all(self, error: BaseException) -> None:
@@ -429,7 +342,7 @@ class Channel:
             NotInitializedError: the session was closed meanwhile.
             RankLostError: a rank has ended.
             CollectiveError: another rank has failed.
-            CollectiveTimeoutError: nothing got on for the time limit of this work.
+            CollectiveTimeoutError: nothing made progress for the time limit of this work.
         """
         probe = self.monitor.probe
         before = None if probe is None else probe.enter(work.what)
@@ -474,7 +387,7 @@ class Channel:
         latch = self.latch
         if not latch.is_open:
             raise NotInitializedError(CLOSED)
-        if latch.has_told and latch.failure is not None:
+        if latch.is_reported and latch.failure is not None:
             latch.abandon()
             raise CollectiveError(latch.cause) from latch.failure
         lost = self.backend.lost_ranks()
@@ -496,9 +409,9 @@ class Channel:
             behind = works[works.index(work) :] if work in works else []
             for _ in behind:
                 self._queue.pop()
-        self.latch.close(error, work.what)
+        self.latch.record(error, work.what)
         if not self._queue:  # else what was begun before may still end
-            self.latch.tell()
+            self.latch.report()
         for each in behind:
             each.end(error)
         self._notify()
@@ -535,22 +448,20 @@ class Channel:
         return False
 
     def leave(self) -> None:
-        """End what enter() began, if it returned True."""
-        if self._first() is self._blocking:
-            with self._lock:
+        """End what enter() began; called once for each True that it returned."""
+        with self._lock:
+            if self._blocking in self._queue:  # else another thread has given up all that was under way
                 self._queue.popleft()
-                if self._queue:
-                    self._begin_admitted()
-            self._turn.release()
-            if self.latch.failure is not None and not self._queue:
-                self.latch.tell()
-            if self._waiters:
-                self._notify()
+            if self._queue:
+                self._begin_admitted()
+        self._turn.release()
+        if self.latch.failure is not None and not self._queue:
+            self.latch.report()
+        if self._waiters:
+            self._notify()
 
     def finish(self, operation: Operation[Any]) -> None:
         """Wait for an operation that this thread has begun after enter()."""
-        if operation.advance(SLICE_S):  # mostly
-            return
         deadline, progress = None, -1
         while not operation.advance(SLICE_S):
             if deadline is None or progress != operation.steps:
@@ -627,8 +538,3 @@ class Blocking(Operation[None]):
 
     def advance(self, wait_s: float) -> bool:
         return False
-
-
-def as_operation(begun: Operation[T] | Stages[T]) -> Operation[T]:
-    """Return an operation, of stages if there are some."""
-    return Staged(begun) if isinstance(begun, Generator) else begun

@@ -66,10 +66,10 @@ class Monitor:
         if self.probe is not None:
             self.probe.report_failure(self.scope, cause)
 
-    def watch_failures(self, learn: Callable[[CollectiveError], None]) -> None:
-        """Call `learn` with the failure of another rank in this scope, within seconds."""
+    def watch_failures(self, on_failure: Callable[[CollectiveError], None]) -> None:
+        """Call `on_failure` with the failure of another rank in this scope, within seconds."""
         if self.probe is not None:
-            self.probe.watch_failures(self.scope, learn)
+            self.probe.watch_failures(self.scope, on_failure)
 
     def require_responsive(self) -> None:
         """Raise CollectiveTimeoutError unless all ranks still answer, wherever they are."""

@@ -31,7 +31,7 @@ from dualdist.monitoring.process_state import (
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.suggest import SHOWN, format_ranks
 
-Learn = Callable[[CollectiveError], None]
+OnFailure = Callable[[CollectiveError], None]
 # Seconds between polls for a question, and between polls while a report is expected.
 POLL_S, POLL_SOON_S = 1.0, 0.1
 # Seconds in which every responsive rank answers, and in which all have printed the report.
@@ -91,7 +91,7 @@ class RankProbe:
         self._failures: dict[str, str] = {}  # of other ranks, by scope
         self._num_failures = 0  # that have been read
         self._failure_lock = threading.Lock()
-        self._learners: dict[str, weakref.WeakMethod[Learn]] = {}
+        self._on_failure: dict[str, weakref.WeakMethod[OnFailure]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{OUR_THREADS}rank-probe", daemon=True)
         self._thread.start()
@@ -125,11 +125,11 @@ class RankProbe:
         with contextlib.suppress(RendezvousError, TimeoutError):
             call_within(ANSWER_S, report, lambda: RendezvousError(STORE_GONE))
 
-    def watch_failures(self, scope: str, learn: Learn) -> None:
+    def watch_failures(self, scope: str, on_failure: OnFailure) -> None:
         """Call a method with the failure of another rank in a scope; it is not kept alive for that."""
-        self._learners[scope] = weakref.WeakMethod(learn)
+        self._on_failure[scope] = weakref.WeakMethod(on_failure)
         if scope in self._failures:  # it came before
-            self._teach(scope)
+            self._pass_on(scope)
 
     def find_failure(self, scope: str) -> str | None:
         """Return the failure that another rank has reported in a scope, or None; asks the store."""
@@ -145,15 +145,15 @@ class RankProbe:
                 if rank == self.rank:
                     continue
                 self._failures.setdefault(scope, f"rank {rank} gave up: {cause}")
-                self._teach(scope)
+                self._pass_on(scope)
 
-    def _teach(self, scope: str) -> None:
+    def _pass_on(self, scope: str) -> None:
         """Call the method that waits for a failure of the scope, if there is one."""
-        learner = self._learners.get(scope)
-        if learner is not None and (learn := learner()) is not None:
+        method = self._on_failure.get(scope)
+        if method is not None and (on_failure := method()) is not None:
             error = CollectiveError(self._failures[scope])
             error.names_operation = True
-            learn(error)
+            on_failure(error)
 
     def query(self) -> ProbeResult:
         """Return the positions of all ranks that answer; raise RendezvousError if the store is gone."""

@@ -310,6 +310,22 @@ def sync_batch_norm_runs_between_graphs() -> None:
 
 
 @check
+def a_result_that_nobody_uses_keeps_its_call() -> None:
+    """Or a compiled rank's next call would meet an eager one's first."""
+    for compiler in COMPILERS:
+        torch.compiler.reset()
+        function = unused_allreduce
+        step = function if dd.rank() == dd.size() - 1 else compiled(function, compiler=compiler)
+        assert torch.equal(step(mine()), mine() * 2)
+        assert torch.equal(dd.allreduce(mine(), "sum"), torch.stack(of_all_ranks()).sum(0)), compiler
+
+
+def unused_allreduce(x: torch.Tensor) -> torch.Tensor:
+    dd.allreduce(x * 3)
+    return x * 2
+
+
+@check
 def a_new_session_recompiles() -> None:
     step = compiled(lambda x: dd.allreduce(x, "sum"), fullgraph=is_traced())
     for _ in range(2):

@@ -24,6 +24,7 @@ NAMES = {
     "torch._C._current_graph_task_id": ("ddp/gradient_packer.py", "to tell backwards apart"),
     "torch._C._distributed_c10d": ("c10d/process_group.py", "to define a process group"),
     "torch._C._distributed_c10d.AllgatherOptions": ("backends/native/backend.py", "to give an allgather its timeout"),
+    "torch._higher_order_ops.effects": ("collectives/traced_allreduce.py", "to keep what has no used result"),
     "torch._dynamo.eval_frame.skip_code": ("collectives/dynamo.py", "to spare compiling; done without where missing"),
     "torch.autograd.Variable._execution_engine.queue_callback": ("ddp/reducer.py", "to reduce at a backward's end"),
     "torch.autograd.graph._engine_run_backward.__code__": ("ddp/reducer.py", "to see a backward inside of another"),

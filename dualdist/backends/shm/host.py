@@ -92,7 +92,7 @@ class HostRanks:
         if self.is_open:
             self.is_open = False
             self._segment.leave()
-            del self.memory, self.message
+            self.memory = self.message = LeftMemory()
 
 
 def connect_host(
@@ -102,6 +102,16 @@ def connect_host(
     size = len(ranks)
     segment = open_segment(store, key, index, size, memory_bytes(size, slot_bytes), deadline, room)
     return HostRanks(segment, ranks, slot_bytes)
+
+
+class LeftMemory:
+    """Takes the place of the memory that this rank has left after a failure, or at the end of the session."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CollectiveError("this rank has left the shared memory of its host")
+
+    def __call__(self, *_: Any) -> Any:
+        raise CollectiveError("this rank has left the shared memory of its host")
 
 
 class HostOperation(Operation[torch.Tensor]):
