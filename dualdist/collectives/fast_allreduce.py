@@ -32,6 +32,7 @@ KIND = "allreduce"
 FAST_DTYPES = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 FAST_OPS = ("mean", "sum", "min", "max", "product")
 ANY_NAME = "?"
+NEW_TUPLE = tuple.__new__  # what the constructor of a NamedTuple calls, without a function in Python
 
 
 def allreduce(
@@ -69,7 +70,8 @@ def allreduce(
             name = name_of(group, KIND, name)
             encoded = ENCODE(name)
         request = f"{known.before_name}{encoded}{known.after_name}".encode() + PAYLOAD_MARK
-        found = group.run_blocking(FastAllreduce(group, tensor, op, name, known, request, in_place))
+        call = NEW_TUPLE(FastAllreduce, (group, tensor, op, name, known, request, in_place))
+        found = group.run_blocking(call)
         if isinstance(found, Handle):
             result = found.wait()
             return tensor if in_place else result

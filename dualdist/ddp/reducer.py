@@ -289,7 +289,8 @@ class Reducer(ParamBuckets):
 
     def _finish(self) -> None:
         ready = self.packer.order()
-        self._require_hooks(ready)
+        if len(ready) < len(self._owned):
+            self._require_hooks(ready)
         self._launch_rest_and_wait()
         reads_flags = bool(self._buckets) and not self._buckets[-1].reads_flags_late
         while reads_flags and self._buckets[-1].any_rank_set(DISCARDS):
@@ -366,7 +367,7 @@ class Reducer(ParamBuckets):
 
     def _require_hooks(self, ready: Sequence[int]) -> None:
         """Raise UsageError if a parameter's gradient came without its hook, which torch drops in a conversion."""
-        for number in set(range(len(self._owned))).difference(ready) if len(ready) < len(self._owned) else ():
+        for number in set(range(len(self._owned))).difference(ready):
             param = self._owned[number]
             if param is not None and param.requires_grad and param.grad is not None and owner_of(param) is not self:
                 self.refuse_gradient(number)

@@ -80,7 +80,8 @@ class ReductionPlan:
                     param.grad = reduced
                 if report is not None and nonfinite_kinds(reduced):
                     report.add(bucket.plan.numbers[index], grad)
-            self.unbucket(bucket_index, [index for index, _ in unbucketed])
+            if unbucketed:
+                self.unbucket(bucket_index, [index for index, _ in unbucketed])
         return {} if report is None else report.exchange(channel)
 
     def clear(self) -> None:
