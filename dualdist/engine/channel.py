@@ -503,8 +503,7 @@ class Channel:
                     self.wait_for_change(pause_s)
                     continue
             first = self._first()
-            if not self._turn.acquire(blocking=False):
-                self.wait_for_change(SLICE_S)
+            if not self._turn.acquire(timeout=SLICE_S):  # a program that advances for a moment has it
                 continue
             try:
                 while self._queue and self._advance_first(SLICE_S):
