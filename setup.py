@@ -37,8 +37,8 @@ def extension() -> dict:
     spec.loader.exec_module(naming)
     core = CppExtension(
         naming.module_name(torch.__version__),
-        [f"dualdist/csrc/{name}.cpp" for name in ("module", "gradients", "shared_memory")],
-        depends=["dualdist/csrc/modules.h"],
+        [f"dualdist/csrc/{name}.cpp" for name in ("module", "arithmetic", "gradients", "shared_memory")],
+        depends=["dualdist/csrc/arithmetic.h", "dualdist/csrc/modules.h"],
         extra_compile_args=["-O3", "-g0"],
         optional=True,
     )

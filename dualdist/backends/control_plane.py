@@ -39,7 +39,9 @@ class AllgatherMessage(Message):
         self._backend = backend
         self._name = name
         self._length = len(data)
-        self._sent = data if payload is None else data + payload.detach().numpy().tobytes()
+        self._sent = (
+            data if payload is None else data + payload.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
         self._rows: list[bytes] = []  # of all ranks, as far as they have come
         self._rest: Operation[torch.Tensor] | None = None
         self._has_ended = False

@@ -28,8 +28,7 @@ from dualdist.collectives.tensor_utils import spec
 from dualdist.engine.channel import SLICE_S, Channel
 
 KIND = "allreduce"
-# Dtypes that NumPy has, and in which torch computes without conversion.
-FAST_DTYPES = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+FAST_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64))
 FAST_OPS = ("mean", "sum", "min", "max", "product")
 ANY_NAME = "?"
 NEW_TUPLE = tuple.__new__  # what the constructor of a NamedTuple calls, without a function in Python

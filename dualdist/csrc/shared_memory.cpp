@@ -17,12 +17,7 @@
 // A wait ends after a while, or when a signal came, so that Python can handle signals, time-outs and lost ranks.
 #include <ATen/Tensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
-#include <ATen/ops/mul.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -39,6 +34,7 @@
 #include <string_view>
 #include <vector>
 
+#include "arithmetic.h"
 #include "modules.h"
 
 namespace py = pybind11;
@@ -50,16 +46,15 @@ using Seconds = std::chrono::duration<double>;
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "a lock would be another one in each process");
 
 constexpr int64_t kCacheLine = 64;
-// Up to this size, and for two ranks at any size, every rank reduces all values itself, in one step.
+// Up to this size, and for two ranks at almost any size, every rank reduces all values itself, in one step.
 constexpr int64_t kOneStepBytes = 1 << 14;
+// Numbers of 16 bits take longer to add than to copy: two ranks share the work from this size on.
+constexpr int64_t kShared16Bytes = 1 << 16;
 constexpr int kPollsPerClock = 32;
 // After spinning a rank lets others run on its core between polls for so long before it sleeps: a core that sleeps takes
 // as long to wake. It spins only for as long as ranks in step are apart, as the rank that it waits for may have been moved
 // to the same core, where other programs use the rest.
 constexpr auto kYielding = std::chrono::microseconds(200);
-
-// In the order of OPS in dualdist/backends/shm/host.py.
-enum class Op { sum, product, min, max, mean };
 
 struct alignas(kCacheLine) Arrivals {
   std::atomic<uint32_t> count;
@@ -84,34 +79,6 @@ void relax() {
 
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
-}
-
-at::Tensor values_at(const char* data, int64_t nbytes, at::ScalarType dtype) {
-  const int64_t count = nbytes / static_cast<int64_t>(c10::elementSize(dtype));
-  return at::from_blob(const_cast<char*>(data), {count}, at::TensorOptions().dtype(dtype));
-}
-
-// By torch's own kernels, so that all backends round alike, and NaN is the minimum and maximum of NaN and a number.
-void reduce(Op op, char* out, const char* a, const char* b, int64_t nbytes, at::ScalarType dtype) {
-  auto result = values_at(out, nbytes, dtype);
-  const auto first = values_at(a, nbytes, dtype), second = values_at(b, nbytes, dtype);
-  switch (op) {
-    case Op::sum:
-    case Op::mean: at::add_out(result, first, second); break;
-    case Op::product: at::mul_out(result, first, second); break;
-    case Op::min: at::minimum_out(result, first, second); break;
-    case Op::max: at::maximum_out(result, first, second); break;
-  }
-}
-
-// As dualdist.collectives.reductions.divide_, with the same bits.
-void divide(char* total, int64_t nbytes, at::ScalarType dtype, int64_t divisor) {
-  auto values = values_at(total, nbytes, dtype);
-  if ((divisor & (divisor - 1)) == 0) {
-    values.mul_(1.0 / static_cast<double>(divisor));
-  } else {
-    values.div_(divisor);
-  }
 }
 
 class ShmChannel {
@@ -169,7 +136,8 @@ class ShmChannel {
   void begin_allreduce(const at::Tensor& tensor, const at::Tensor& output, int op) {
     Task task{Task::reduce, tensor, output};
     task.op = static_cast<Op>(op);
-    task.has_two_steps = size_ > 2 && task.nbytes > kOneStepBytes;
+    const bool has_16_bits = task.dtype == at::kBFloat16 || task.dtype == at::kHalf;
+    task.has_two_steps = size_ > 2 ? task.nbytes > kOneStepBytes : has_16_bits && size_ == 2 && task.nbytes > kShared16Bytes;
     begin(std::move(task));
   }
 
@@ -322,15 +290,11 @@ class ShmChannel {
 
   // `own` is a copy of this rank's values that may still be in the cache, and may be where the result goes.
   void reduce_slots(Op op, char* out, int64_t start, int64_t nbytes, at::ScalarType dtype, const char* own) const {
-    if (nbytes == 0) return;
-    const auto part = [&](int rank) { return rank == index_ && own ? own : slot(rank) + start; };
-    if (size_ == 1) {
-      std::memmove(out, part(0), nbytes);
-      return;
+    Parts parts;
+    for (int rank = 0; rank < size_; ++rank) {
+      parts.push_back(rank == index_ && rank < 2 && own ? own : slot(rank) + start);
     }
-    reduce(op, out, part(0), part(1), nbytes, dtype);
-    for (int rank = 2; rank < size_; ++rank) reduce(op, out, out, slot(rank) + start, nbytes, dtype);
-    if (op == Op::mean) divide(out, nbytes, dtype, size_);
+    reduce(op, out, parts, nbytes, dtype);
   }
 
   // Reduces bytes [start, end) of the chunk into the result.
@@ -357,9 +321,9 @@ class ShmChannel {
       std::memcpy(copy, out, nbytes);
       own = copy;
     }
-    const auto part = [&](int rank) { return rank == index_ ? own : slot(rank) + index_ * part_bytes(); };
-    if (size_ > 1) reduce(task_.op, out, part(0), part(1), nbytes, task_.dtype);
-    for (int rank = 2; rank < size_; ++rank) reduce(task_.op, out, out, part(rank), nbytes, task_.dtype);
+    Parts parts;
+    for (int rank = 0; rank < size_; ++rank) parts.push_back(rank == index_ ? own : slot(rank) + index_ * part_bytes());
+    reduce(task_.op, out, parts, nbytes, task_.dtype);
   }
 
   void read() {
