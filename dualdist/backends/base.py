@@ -127,8 +127,7 @@ class Backend(Protocol):
     supported_reduce_dtypes: frozenset[torch.dtype]  # of allreduce_; callers convert tensors of other dtypes
     traceable: bool = False  # torch.compile may keep an allreduce in its graph
     mean_devices: frozenset[str] = frozenset()  # of floats that allreduce_ takes the mean of, as fast as the sum
-    # Of floats that allreduce_ adds and multiplies in rank order, those of 16 bits in float32, rounded once.
-    rank_order_devices: frozenset[str] = frozenset()
+    rank_order_devices: frozenset[str] = frozenset()  # of floats that allreduce_ adds and multiplies in rank order
     messenger: Messenger | None = None  # in the same order as the operations
     # Seconds that a program waits for an operation that it has just begun: Note [wait budget] in wait_budget.py.
     wait_budget_s: float = 0.0

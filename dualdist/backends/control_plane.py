@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualdist.backends.arithmetic import ReduceOp, reduce_rows
+from dualdist.backends.arithmetic import ReduceOp, divide_, reduce_rows
 from dualdist.backends.base import Backend, Message
 from dualdist.backends.operation import Operation, Stages
 from dualdist.errors import MismatchError
@@ -78,7 +78,9 @@ class AllgatherMessage(Message):
 
     def reduce_payloads(self, tensor: torch.Tensor, op: ReduceOp, *, in_place: bool) -> torch.Tensor:
         values = torch.frombuffer(bytearray(b"".join(row[self._length :] for row in self._rows)), dtype=tensor.dtype)
-        reduced = reduce_rows(values.view(-1, *tensor.shape), op)
+        reduced = reduce_rows(values.view(-1, *tensor.shape), "sum" if op == "mean" else op)
+        if op == "mean":  # of a sum that has been rounded, as of larger tensors
+            divide_(reduced, len(self._rows))
         return tensor.copy_(reduced) if in_place else reduced
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualdist.backends.arithmetic import Op, ReduceOp, check_op, wire_op
+from dualdist.backends.arithmetic import WIDER, Op, ReduceOp, check_op, wire_op
 from dualdist.backends.base import Message
 from dualdist.backends.control_plane import exchange
 from dualdist.backends.shm.host import PAYLOAD_BYTES
@@ -102,7 +102,8 @@ def signature(op: Op, dtype: torch.dtype, shape: torch.Size, reduction: Reductio
     shared_args = collectives.reduction_args([spec(dtype, shape)], "cpu", op, reduction=reduction)
     message = RankRequests((CollectiveRequest(KIND, ANY_NAME, shared_args),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
-    is_inline = shape.numel() * dtype.itemsize <= PAYLOAD_BYTES
+    is_rounded_once = reduction == "ordered" and dtype in WIDER  # after the division of a mean
+    is_inline = shape.numel() * dtype.itemsize <= PAYLOAD_BYTES and not is_rounded_once
     reduced_by: ReduceOp = "mean" if op == "mean" else wire_op(op)
     return AllreduceSignature(shared_args, before_name, after_name, reduced_by, is_inline, reduction == "ordered")
 

@@ -89,11 +89,10 @@ def _allreduce_by_another_dtype_(
 def _ordered_allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Operation[torch.Tensor]:
     """Reduce floats in rank order: Note [rank order]."""
     dtype, has_order = buffer.dtype, buffer.device.type in backend.rank_order_devices
-    can_reduce = dtype in backend.supported_reduce_dtypes
-    if can_reduce and (has_order or (backend.size == 2 and dtype not in WIDER)):
-        return allreduce_(backend, buffer, op, name)
     if dtype in WIDER and has_order:
         return Converted(allreduce_(backend, buffer.to(WIDER[dtype]), op, name), buffer.copy_)
+    if (has_order or backend.size == 2) and dtype not in WIDER and dtype in backend.supported_reduce_dtypes:
+        return allreduce_(backend, buffer, op, name)
     return Staged(_reduce_by_parts_(backend, buffer, op, name)) if buffer.numel() else Completed(buffer)
 
 

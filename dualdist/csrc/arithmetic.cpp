@@ -1,6 +1,7 @@
 // The reduction of numbers of several ranks, in rank order.
 //
-// Note [16 bits]: bfloat16 and float16 are added in float32, over all ranks, and rounded once, after a mean's division.
+// Note [16 bits]: bfloat16 and float16 are added in float32, over all ranks, and the sum is rounded once. A mean is that
+// sum, divided and rounded again, as on transports that return sums.
 #include "arithmetic.h"
 
 #include <ATen/Tensor.h>
@@ -93,6 +94,10 @@ struct BFloat16 {
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, half), odd), 16);
   }
 
+  INLINED_FOR_AVX2 static __m256 round_8(__m256 values) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(rounded(values), 16));
+  }
+
   INLINED_FOR_AVX2 static __m256i narrow_16(__m256 low, __m256 high) {
     // Packs the halves of both in turn, so that the middle two quarters change places.
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(low), rounded(high)), 0b11011000);
@@ -123,6 +128,11 @@ struct Float16 {
 
 #if defined(__x86_64__)
   INLINED_FOR_AVX2 static __m256 widen_8(__m128i bits) { return _mm256_cvtph_ps(bits); }
+
+  INLINED_FOR_AVX2 static __m256 round_8(__m256 values) {
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+  }
+
   INLINED_FOR_AVX2 static __m256i narrow_16(__m256 low, __m256 high) {
     return _mm256_set_m128i(_mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
   }
@@ -187,15 +197,15 @@ struct Plain {
 // How a sum becomes a mean: as in divide().
 struct Division {
   Division(bool is_mean, size_t ranks)
-      : multiplies(is_mean && (ranks & (ranks - 1)) == 0), divides(is_mean && !multiplies),
+      : is_mean(is_mean), multiplies(is_mean && (ranks & (ranks - 1)) == 0), divides(is_mean && !multiplies),
         number(multiplies ? 1 / static_cast<double>(ranks) : static_cast<double>(ranks)) {}
 
   template <typename T>
   T of(T total) const {
-    return multiplies ? total * static_cast<T>(number) : divides ? total / static_cast<T>(number) : total;
+    return multiplies ? total * static_cast<T>(number) : total / static_cast<T>(number);
   }
 
-  const bool multiplies, divides;
+  const bool is_mean, multiplies, divides;
   const double number;
 };
 
@@ -206,7 +216,7 @@ void reduce_numbers(Stored* out, const std::vector<const Stored*>& parts, int64_
   for (int64_t i = start; i < end; ++i) {
     typename Format::Wide total = Format::widen(parts[0][i]);
     for (size_t rank = 1; rank < parts.size(); ++rank) total = Combine::of(total, Format::widen(parts[rank][i]));
-    out[i] = Format::narrow(division.of(total));
+    out[i] = Format::narrow(division.is_mean ? division.of(Format::widen(Format::narrow(total))) : total);
   }
 }
 
@@ -232,11 +242,11 @@ FOR_AVX2 void reduce_numbers_by_16(uint16_t* out, const std::vector<const uint16
       high = Combine::of_8(high, widened<Format>(parts[rank] + i + 8));
     }
     if (multiplies) {
-      low = _mm256_mul_ps(low, number);
-      high = _mm256_mul_ps(high, number);
+      low = _mm256_mul_ps(Format::round_8(low), number);
+      high = _mm256_mul_ps(Format::round_8(high), number);
     } else if (divides) {
-      low = _mm256_div_ps(low, number);
-      high = _mm256_div_ps(high, number);
+      low = _mm256_div_ps(Format::round_8(low), number);
+      high = _mm256_div_ps(Format::round_8(high), number);
     }
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), Format::narrow_16(low, high));
   }

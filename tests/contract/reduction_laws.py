@@ -79,7 +79,8 @@ def ordered_reductions_have_the_bits_of_rank_order() -> None:
                 if dtype.is_complex and op == "product":
                     continue  # in rank order by default, too
                 expected = in_rank_order(op, [values(rank, count, dtype) for rank in ranks()])
-                for reduction in ("ordered", "unordered") if is_in_one_memory() else ("ordered",):
+                is_alike = is_in_one_memory() and not (op == "mean" and dtype in SMALL)  # whose sum is rounded, too
+                for reduction in ("ordered", "unordered") if is_alike else ("ordered",):
                     found = dd.allreduce(values(dd.rank(), count, dtype), op, reduction=reduction)
                     assert_same_bits(found, expected, (op, dtype, count, reduction))
 

@@ -96,7 +96,7 @@ def test_sums_and_means_round_as_torch_adds_in_rank_order_and_divides(kind: Kind
             output = torch.full_like(tensor, torch.nan)
             channel.begin_allreduce(tensor, output, OPS.index(op))
             finish(channel)
-            want = reduce(torch.add, [values(other, count, dtype) for other in range(size)])
+            want = reduce(torch.add, [values(other, count, dtype).float() for other in range(size)]).to(dtype)
             assert torch.equal(output, want.div_(size) if op == "mean" else want), (dtype, count, op)
             assert torch.equal(tensor, values(rank, count, dtype)), "it is only read"
 
