@@ -15,7 +15,7 @@ import torch
 from dualdist.backends.arithmetic import ReduceOp, divide_, reduce_rows
 from dualdist.backends.base import Backend, Message
 from dualdist.backends.operation import Operation, Stages
-from dualdist.errors import MismatchError
+from dualdist.errors import DualdistError, MismatchError
 
 T = TypeVar("T")
 
@@ -126,15 +126,24 @@ def check_same_tensors(
     settings: str = "",
     *,
     any_order: bool = False,
+    refusal: DualdistError | None = None,
 ) -> Stages[list[int]]:
     """Raise MismatchError on every rank unless all have the same settings and tensors of the same names and shapes.
+
+    A rank with a `refusal` cannot take part: it raises that, and the others MismatchError.
 
     Returns:
         The positions here of root's tensors, in root's order; with any_order the ranks' orders may differ.
     """
     manifest = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
     digest = hashlib.sha256("\n".join([settings, *manifest]).encode()).hexdigest()
-    if len(set((yield from allgather_object(backend, digest, name)))) == 1:
+    found = yield from allgather_object(backend, (digest, f"{refusal or ''}"), name)
+    if refusal is not None:
+        raise refusal
+    for rank, (_, text) in zip(backend.ranks, found, strict=True):
+        if text:
+            raise MismatchError(f"rank {rank} cannot take part: {text}")
+    if len(set(found)) == 1:
         return [*range(len(tensors))]
     manifests = yield from allgather_object(backend, (settings, manifest), f"{name}.manifest")
     expected_settings, expected = manifests[root]

@@ -19,7 +19,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from dualdist.errors import CheckpointError
+from dualdist.collectives.tensor_utils import check_tensor, find_tensors
+from dualdist.errors import CheckpointError, UnsupportedError, UsageError
 from dualdist.utils.regular_file import open_regular
 
 NAME = "checkpoint-{:08d}.pt"
@@ -126,6 +127,11 @@ def read(path: Path, progress: FileProgress) -> dict[str, Any]:
         raise
     except Exception as error:  # whatever torch raises for a file with a valid seal and foreign content
         raise CheckpointError(f"{path} is refused by torch.load(weights_only=True): {_load_error(error)}") from error
+    try:
+        for name, tensor in find_tensors(content):
+            check_tensor(tensor, name, is_written=True)
+    except (UsageError, UnsupportedError) as error:
+        raise CheckpointError(f"{path} is refused: {error}") from error
     metadata, extra = (content.get(METADATA), content.get(EXTRA)) if isinstance(content, dict) else (None, None)
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT or not isinstance(extra, dict):
         raise CheckpointError(f"{path} is no checkpoint of this version of dualdist: expected format {FORMAT} in it")

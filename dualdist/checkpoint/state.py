@@ -15,7 +15,7 @@ from torch import nn
 
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
 from dualdist.collectives.broadcast_state import optimizer_params
-from dualdist.collectives.tensor_utils import map_nested, remember_names
+from dualdist.collectives.tensor_utils import check_tensor, find_tensors, map_nested, remember_names
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
@@ -66,6 +66,8 @@ def collect_state(parts: Mapping[str, Any], *, copy: bool, gathered: Mapping[str
         if has_state(part)
     }
     extra = {name: part for name, part in parts.items() if not has_state(part)}
+    for name, tensor in find_tensors({**states, **extra}):
+        check_tensor(tensor, name)
     found: dict[str, Any] = _on_cpu({**states, EXTRA: extra}, copy=copy)
     for name in parts:
         _require_plain(name, found[name] if name in states else found[EXTRA][name])
@@ -171,8 +173,6 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise UsageError(f"{type_name(tensor)} cannot be saved here: if it is sharded between ranks, {USE_DCP}")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise UsageError("a sparse or quantized tensor cannot be saved here: convert it to a dense one")
         # The resolved tensor may be freed and its address reused, so the key is the original's.
         start, flags = tensor.data_ptr(), (tensor.is_conj(), tensor.is_neg())
         key = tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), flags

@@ -6,13 +6,10 @@ import operator
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat, SupportsIndex, TypeVar
+from typing import Literal, Protocol, SupportsFloat, SupportsIndex, TypeVar
 
 from dualdist.errors import UsageError
 from dualdist.utils.suggest import require_choice, type_name
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 Reduction = Literal["ordered", "unordered"]
@@ -36,21 +33,16 @@ def name_of(group: Members, kind: str, name: str | None) -> str:
     return str(name) if name else group.next_name(kind)
 
 
-def as_tensor(given: object) -> torch.Tensor:
-    """Return `given`; raise UsageError unless it is a tensor."""
+def as_tensor(given: T) -> T:
+    """Return `given`, or a list of it where it is no tensor: a list of tensors is for grouped collectives."""
     import torch
 
-    if not isinstance(given, torch.Tensor):
-        raise UsageError(f"expected a tensor, not {type_name(given)}")
-    return given
+    return given if isinstance(given, torch.Tensor) else [given]  # type: ignore[return-value]
 
 
 def as_list(given: Iterable[T]) -> list[T]:
-    """Return the tensors of a grouped collective as a list; raise UsageError unless they are iterable."""
-    try:
-        return list(given)
-    except TypeError:
-        raise UsageError(f"expected a list of tensors, not {type_name(given)}") from None
+    """Return the tensors of a grouped collective as a list; of anything else a list that is refused."""
+    return list(given) if isinstance(given, Iterable) else [given]
 
 
 def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
@@ -59,7 +51,7 @@ def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
     try:
         given = list(numbers)
         return [operator.index(number) for number in given]
-    except TypeError:
+    except (TypeError, RuntimeError):  # of a tensor without values
         raise UsageError(f"{what} {given}: expected integers") from None
 
 
@@ -81,7 +73,7 @@ def scales_of(prescale: SupportsFloat, postscale: SupportsFloat) -> tuple[float,
     """Return both factors as float; raise UsageError unless they are numbers."""
     try:
         return float(prescale), float(postscale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise UsageError(f"prescale={prescale!r}, postscale={postscale!r}: expected numbers") from None
 
 

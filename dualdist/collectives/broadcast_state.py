@@ -19,17 +19,22 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import allgather_bytes, as_bytes, check_same_tensors, unpickle
 from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import name_of, root_of
-from dualdist.collectives.collectives import run_agreed
+from dualdist.collectives.collectives import refused_alike, run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import (
-    PARAM_NAMES,
+    NAME,
+    check_tensor,
+    copy_to_,
     extract_tensors,
+    find_tensors,
     insert_tensors,
     map_nested,
     named_pairs,
+    own_elements,
     remember_names,
+    storage_key,
 )
 from dualdist.errors import MismatchError, UsageError
 from dualdist.utils.suggest import type_name
@@ -44,8 +49,9 @@ Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Ten
 
 def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, dumps: Dumps = pickle.dumps) -> T:
     """Return root's object on every rank; raise UsageError on every rank if it cannot be pickled."""
-    root, root_index = root_of(group, root)
     name = name_of(group, "broadcast_object", name)
+    with refused_alike(group, "broadcast_object", name):
+        root, root_index = root_of(group, root)
     problem, payload = _pickle(obj, dumps) if group.rank == root_index else ("", _byte_buffer(0))
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[T]:
@@ -96,16 +102,44 @@ def _require_pickled(problems: Sequence[str], name: str) -> None:
 
 def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
     """Give every rank root's values, in place; raise MismatchError on every rank if names, shapes or dtypes differ."""
-    root_index = group.group_rank_of(root)
-    tensors = named_tensors(params)
     name = group.next_name("broadcast_parameters")
+    with refused_alike(group, "broadcast_parameters", name):
+        root_index = group.group_rank_of(root)
+        tensors = named_tensors(params)
+        sent = _distinct(tensors)
 
     def perform(backend: Backend) -> Stages[None]:
-        yield from check_same_tensors(backend, tensors, root_index, f"{name}.check")
-        yield from broadcast_all(backend, [tensor for _, tensor in tensors], root_index, name)
+        yield from check_same_tensors(backend, sent, root_index, f"{name}.check")
+        dense = [tensor for _, tensor in sent if tensor.layout is torch.strided]
+        yield from broadcast_all(backend, dense, root_index, name)
+        sparse = [tensor for _, tensor in sent if tensor.layout is not torch.strided]
+        if sparse:
+            found = yield from broadcast_nested(backend, sparse, root_index, sparse[0].device, f"{name}.sparse")
+            for tensor, values in zip(sparse, found, strict=True):
+                if backend.rank != root_index:
+                    tensor.resize_as_sparse_(values).copy_(values)
 
     remember_names(tensors)
     run_agreed(group, "broadcast_parameters", name, {"root": root}, perform)
+
+
+def _distinct(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return what is sent of the tensors: tied ones once, and the elements of expanded ones once.
+
+    The names say so, since all ranks must send the same.
+    """
+    found: dict[object, tuple[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        is_sparse = check_tensor(tensor, name, takes_sparse=True).layout is not torch.strided
+        own = tensor.detach() if is_sparse else own_elements(tensor)
+        check_tensor(own, name, is_written=True, takes_sparse=True)
+        if is_sparse:
+            name = f"{name} of layout {tensor.layout}"
+        elif own.shape != tensor.shape:
+            name = f"{name} expanded from"
+        key = storage_key(tensor)
+        found[key] = (f"{found[key][0]}, tied to {name}", own) if key in found else (name, own)
+    return [*found.values()]
 
 
 def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
@@ -129,10 +163,13 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
     load_state_dict() would cast state to the dtype of its parameter, and replace the dicts of the parameter groups,
     which schedulers and programs hold.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not {type_name(optimizer)}")
-    root_index = group.group_rank_of(root)
     name = group.next_name("broadcast_optimizer_state")
+    with refused_alike(group, "broadcast_optimizer_state", name):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not {type_name(optimizer)}")
+        root_index = group.group_rank_of(root)
+        for part, tensor in find_tensors(_state_of(optimizer)[1:]):
+            check_tensor(tensor, f"state {part}", takes_sparse=True)
     broadcast = partial(_broadcast_state, optimizer, root_index, name)
     run_agreed(group, "broadcast_optimizer_state", name, {"root": root}, broadcast)
 
@@ -182,7 +219,7 @@ def named_optimizer_params(
     A parameter that has no name, or that of another one, is named by its position in the groups.
     """
     found = [
-        (f"group {group_number}, parameter {number}", names.get(id(param)) or PARAM_NAMES.get(param), param)
+        (f"group {group_number}, parameter {number}", names.get(id(param)) or getattr(param, NAME, None), param)
         for group_number, group in enumerate(optimizer.param_groups if optimizer is not None else [])
         for number, param in enumerate(group["params"])
     ]
@@ -231,7 +268,7 @@ def _move_to(device: torch.device, state: Any) -> Any:
 
 
 def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> Stages[None]:
-    """Broadcast many tensors in one flat buffer per device and dtype."""
+    """Broadcast many tensors in one flat buffer per device and dtype; root's are not written."""
 
     def kind(tensor: torch.Tensor) -> tuple[str, str]:
         return str(tensor.dtype), str(tensor.device)
@@ -242,6 +279,6 @@ def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, 
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         yield backend.broadcast_(as_bytes(flat), root, f"{name}.{number}")
-        pieces = flat.split([tensor.numel() for tensor in group])
-        with torch.no_grad():
-            torch._foreach_copy_(group, [piece.view(tensor.shape) for piece, tensor in zip(pieces, group, strict=True)])
+        if backend.rank != root:
+            for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+                copy_to_(tensor, piece)

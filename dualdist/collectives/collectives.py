@@ -8,9 +8,12 @@ over the whole batch, so that gradients keep the size that they have in one proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
@@ -30,16 +33,16 @@ from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import Reduction, as_ints, check_reduction, name_of, root_of, scales_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective, is_differentiable, requires_grad
-from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.negotiation import REFUSED, CollectiveRequest
 from dualdist.collectives.reductions import adasum_, allreduce_, sparse_sum
 from dualdist.collectives.tensor_utils import (
+    check_tensor,
     check_tensors,
     copy_to_,
     flatten,
     from_bytes,
     plain_copy,
     plain_values,
-    require_own_memory,
     row_nbytes,
     spec_from,
     spec_of,
@@ -50,8 +53,52 @@ from dualdist.errors import UnsupportedError, UsageError
 T = TypeVar("T")
 Tensors = TypeVar("Tensors", torch.Tensor, list[torch.Tensor])
 Splits = Sequence[int] | torch.Tensor | None
+F = TypeVar("F", bound=Callable[..., Collective[Any]])
 
 
+def refuse(group: Group, kind: str, name: str, error: UsageError | UnsupportedError) -> NoReturn:
+    """Raise an error of this kind on every rank: this rank cannot take part, and none has sent anything."""
+    if error.names_operation:  # raised on all ranks already
+        raise error
+    group.require_usable()
+    request = CollectiveRequest(kind, name, {REFUSED: f"{error}"})
+    message = f"{request}: {error}"
+    try:
+        Collective(group, request, lambda backend, rank_args: None).run()
+    except UsageError as agreed:
+        message = f"{agreed}"
+    refused = type(error)(message)
+    refused.names_operation = True
+    raise refused from error
+
+
+@contextlib.contextmanager
+def refused_alike(group: Group, kind: str, name: str) -> Iterator[None]:
+    """Raise on every rank what refuses an argument in this block on any rank: Note [checked before sent]."""
+    try:
+        yield
+    except (UsageError, UnsupportedError) as error:
+        refuse(group, kind, name, error)
+
+
+def _description(describe: F) -> F:
+    """Let all ranks raise where the description of one refuses its arguments, before it has numbered a name."""
+
+    @functools.wraps(describe)
+    def call(*args: Any, **kwargs: Any) -> Collective[Any]:
+        try:
+            return describe(*args, **kwargs)
+        except (UsageError, UnsupportedError) as error:
+            given = inspect.signature(describe).bind(*args, **kwargs).arguments
+            tensors, name = given.get("tensors"), given.get("name")
+            is_grouped = isinstance(tensors, list) and all(isinstance(each, torch.Tensor) for each in tensors)
+            kind = f"grouped_{describe.__name__}" if is_grouped else describe.__name__
+            refuse(given["group"], kind, name_of(given["group"], kind, name if isinstance(name, str) else None), error)
+
+    return cast(F, call)
+
+
+@_description
 def allreduce(
     group: Group,
     tensors: Tensors,
@@ -66,11 +113,9 @@ def allreduce(
     """Reduce over all ranks into new tensors, or `in_place`. Gradient: the same reduction of the ranks' gradients."""
     if isinstance(tensors, torch.Tensor) and tensors.is_sparse and not in_place:
         return sparse_allreduce(group, tensors, op, name, prescale, postscale, reduction=reduction)
-    members, kind, form = _parse(tensors, "allreduce")
+    members, kind, form = _parse(tensors, "allreduce", is_written=in_place)
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
-    for tensor in members if in_place else ():
-        require_own_memory(tensor)
     scales, reduction = scales_of(prescale, postscale), reduction or group.reduction
     # Before the request numbers a name, so that a rank whose memory was too short may try again.
     targets = members if in_place else [plain_copy(tensor) for tensor in members]
@@ -88,13 +133,13 @@ def allreduce(
 
 
 def _parse(
-    tensors: Tensors, kind: str
+    tensors: Tensors, kind: str, *, is_written: bool = False
 ) -> tuple[Sequence[torch.Tensor], str, Callable[[Sequence[torch.Tensor]], Tensors]]:
     """Return the checked tensors, the kind of the collective, and a function that gives results their form."""
     is_grouped = isinstance(tensors, list)
     form: Any = list if is_grouped else itemgetter(0)  # without a reference to the tensors
     members = cast(Sequence[torch.Tensor], tensors if is_grouped else [tensors])
-    return check_tensors(members), f"grouped_{kind}" if is_grouped else kind, form
+    return check_tensors(members, is_written=is_written), f"grouped_{kind}" if is_grouped else kind, form
 
 
 def _reduction_request(
@@ -174,6 +219,7 @@ def zero_contribution(group: Group, request: CollectiveRequest) -> Collective[No
     return Collective(group, request, perform, device)
 
 
+@_description
 def sparse_allreduce(
     group: Group,
     tensor: torch.Tensor,
@@ -187,14 +233,14 @@ def sparse_allreduce(
     """Reduce a sparse COO tensor by mean or sum, coalesced; only stored values travel. Gradient: as of allreduce."""
     if op not in ("mean", "sum", "integer mean"):
         raise UsageError(f"op {op!r}: sparse tensors are reduced by 'mean' or 'sum'")
-    if tensor.layout is not torch.sparse_coo:
+    if check_tensor(tensor, takes_sparse=True).layout is not torch.sparse_coo:
         raise UnsupportedError(f"a tensor of layout {tensor.layout} is not reduced: convert it to sparse COO")
     check_op(op, tensor.dtype)
     reduction = reduction or group.reduction
     check_reduction(reduction, op)
     is_ordered = reduction == "ordered"
-    name = name_of(group, "sparse_allreduce", name)
     values, scales = tensor.detach(), scales_of(prescale, postscale)
+    name = name_of(group, "sparse_allreduce", name)
     shared_args = reduction_args([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales, reduction)
     shared_args["sparse_dim"] = tensor.sparse_dim()
 
@@ -209,6 +255,7 @@ def sparse_allreduce(
     return Collective(group, request, perform, tensor.device, [tensor], backward)
 
 
+@_description
 def allgather(group: Group, tensors: Tensors, name: str | None = None) -> Collective[Tensors]:
     """Concatenate the ranks' rows in rank order: (n_rank, *s) -> (sum of n_rank, *s).
 
@@ -246,6 +293,7 @@ def _rows_like(like: torch.Tensor, data: torch.Tensor, count: int) -> torch.Tens
     return from_bytes(data, like.dtype, (count, *like.shape[1:]))
 
 
+@_description
 def broadcast(
     group: Group, tensor: torch.Tensor, root: int, name: str | None = None, *, in_place: bool = False
 ) -> Collective[torch.Tensor]:
@@ -254,9 +302,7 @@ def broadcast(
     Gradient: to root the mean over ranks, to the others zero.
     """
     root, root_index = root_of(group, root)
-    check_tensors([tensor])
-    if in_place:
-        require_own_memory(tensor)
+    check_tensor(tensor, is_written=in_place)
     target = tensor if in_place else plain_copy(tensor)
     name = name_of(group, "broadcast", name)
     shared_args = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
@@ -277,6 +323,7 @@ def broadcast(
     return Collective(group, request, perform, tensor.device, () if in_place else [tensor], backward)
 
 
+@_description
 def alltoall(
     group: Group, tensor: torch.Tensor, splits: Splits = None, name: str | None = None
 ) -> Collective[tuple[torch.Tensor, torch.Tensor]]:
@@ -284,7 +331,9 @@ def alltoall(
 
     Gradient: flows back to where the rows came from.
     """
-    rows = plain_values(check_tensors([tensor])[0])
+    rows = plain_values(check_tensor(tensor))
+    if isinstance(splits, torch.Tensor):
+        splits = check_tensor(splits, "splits").reshape(-1)
     sent = _send_counts(rows, splits, group.size)
     name = name_of(group, "alltoall", name)
     shared_args = {"tensors": [spec_of(rows, any_rows=True)], "device": tensor.device.type}
@@ -336,6 +385,7 @@ def _check_splits(splits: Sequence[int] | torch.Tensor, count: int, size: int) -
     return sent
 
 
+@_description
 def reducescatter(
     group: Group,
     tensors: Tensors,
@@ -400,33 +450,30 @@ def even_shares(rows: int, size: int) -> list[int]:
     return [each + (rank < more) for rank in range(size)]
 
 
+@_description
 def scatter(
     group: Group, tensor: torch.Tensor | None, root: int, splits: Splits = None, name: str | None = None
 ) -> Collective[torch.Tensor]:
     """Give rank i the next splits[i] rows of root's tensor, or even shares; the others may pass None.
 
-    Gradient: to root that of all rows, if its tensor requires one. Only root knows the tensor and whether it is valid,
-    so its `rank_args` carry both.
+    Gradient: to root that of all rows, if its tensor requires one. Only root knows the tensor: its `rank_args`
+    describe it.
     """
     root, root_index = root_of(group, root)
     inputs: list[torch.Tensor] = []
     rows, root_args, device = None, None, None
     if torch.cuda.is_initialized():  # whose streams a rank without a tensor uses
         device = local_device("cuda")
+    if tensor is not None:
+        check_tensor(tensor)
     if group.rank == root_index:
-        try:
-            rows, counts = _rows_to_scatter(tensor, splits, group.size)
-            root_args = ["", spec_of(rows), rows.device.type, counts, requires_grad([rows])]
-            rows, device = plain_values(rows), rows.device
-        except (UsageError, UnsupportedError) as error:
-            root_args = [f"{error}"]
+        rows, counts = _rows_to_scatter(tensor, splits, group.size)
+        root_args = [spec_of(rows), rows.device.type, counts, requires_grad([rows])]
+        rows, device = plain_values(rows), rows.device
     name = name_of(group, "scatter", name)
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[torch.Tensor]:
-        problem, *rest = rank_args[root_index]
-        if problem:
-            raise UsageError(f"{name}: {problem} (on rank {root}, the root)")
-        spec, kind, counts, has_gradient = rest
+        spec, kind, counts, has_gradient = rank_args[root_index]
         dtype, shape = spec_from(spec)
         given = torch.empty((0, *shape[1:]), dtype=dtype, device=local_device(kind)) if rows is None else rows
         sent = [0] * backend.size if rows is None else counts
@@ -447,11 +494,10 @@ def _rows_to_scatter(tensor: torch.Tensor | None, splits: Splits, size: int) -> 
     """Return root's tensor, and how many rows each rank gets."""
     if tensor is None:
         raise UsageError("the root of scatter passed None: pass the tensor whose rows are dealt out")
-    (rows,) = check_tensors([tensor])
-    if rows.dim() == 0:
+    if tensor.dim() == 0:
         raise UsageError("scatter deals out rows: pass a tensor with at least one dimension")
-    count = rows.shape[0]
-    return rows, even_shares(count, size) if splits is None else _check_splits(splits, count, size)
+    count = tensor.shape[0]
+    return tensor, even_shares(count, size) if splits is None else _check_splits(splits, count, size)
 
 
 def _no_rows(tensor: object, like: torch.Tensor) -> torch.Tensor:
@@ -465,13 +511,14 @@ def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
+@_description
 def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Collective[torch.Tensor]:
     """Concatenate the ranks' rows on root, (n_rank, *s) -> (sum of n_rank, *s); the others get no rows, (0, *s).
 
     Gradient: root's gradients flow back to where the rows came from, if some rank's tensor requires one.
     """
     root, root_index = root_of(group, root)
-    rows = with_rows(plain_values(check_tensors([tensor])[0]))
+    rows = with_rows(plain_values(check_tensor(tensor)))
     inputs: list[torch.Tensor] = []
     shape = tensor.shape
     name = name_of(group, "gather", name)

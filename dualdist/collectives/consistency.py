@@ -24,10 +24,10 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import allgather_object, as_bytes, check_same_tensors, exchange
 from dualdist.backends.operation import Stages
 from dualdist.collectives.broadcast_state import named_optimizer_params
-from dualdist.collectives.collectives import run_agreed
+from dualdist.collectives.collectives import refused_alike, run_agreed
 from dualdist.collectives.group import Group
-from dualdist.collectives.tensor_utils import named_pairs, plain_values, remember_names, spec
-from dualdist.errors import DriftError, UnsupportedError, UsageError
+from dualdist.collectives.tensor_utils import check_tensor, named_pairs, plain_values, remember_names, spec
+from dualdist.errors import DriftError, UsageError
 from dualdist.utils.suggest import format_ranks, type_name
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -95,15 +95,19 @@ def check_consistency(
     group: Group, given: Any, optimizer: torch.optim.Optimizer | None, *, has_all_state: bool, buffers: bool
 ) -> None:
     """Raise DriftError on every rank if bits or options differ; MismatchError if names, shapes or dtypes do."""
-    tensors = _named_tensors(given, buffers=buffers)
-    remember_names(tensors)
+    name = group.next_name("check_consistency")
     options: Options = {}
-    if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"check_consistency takes a torch optimizer, not {type_name(optimizer)}")
-        options = options_of(optimizer, has_all_state=has_all_state)
-        tensors = [*tensors, *(named_state(optimizer) if has_all_state else ())]
-    require_same(group, tensors, group.next_name("check_consistency"), options)
+    with refused_alike(group, "check_consistency", name):
+        tensors = _named_tensors(given, buffers=buffers)
+        remember_names(tensors)
+        if optimizer is not None:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise UsageError(f"check_consistency takes a torch optimizer, not {type_name(optimizer)}")
+            options = options_of(optimizer, has_all_state=has_all_state)
+            tensors = [*tensors, *(named_state(optimizer) if has_all_state else ())]
+        for each, tensor in tensors:
+            check_tensor(tensor, each)
+    require_same(group, tensors, name, options)
 
 
 def require_same(group: Group, tensors: NamedTensors, name: str, options: Options, when: str = "") -> None:
@@ -239,14 +243,4 @@ def _named_tensors(given: Any, *, buffers: bool) -> NamedTensors:
     """Return the tensors of a module, a state_dict or named tensors, in their order."""
     if isinstance(given, torch.nn.Module):
         given = [*given.named_parameters(), *(given.named_buffers() if buffers else ())]
-    pairs = [(name, tensor) for name, tensor in named_pairs(given, "check_consistency") if tensor is not None]
-    for name, tensor in pairs:
-        if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"check_consistency compares tensors, but {name} is {type_name(tensor)}: leave it out")
-        if torch.nn.parameter.is_lazy(tensor):
-            raise UsageError(f"{name} has no values yet: run a forward first")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise UnsupportedError(f"{name} is sparse, quantized or on no device: only dense tensors are compared")
-        if hasattr(tensor, "placements"):
-            raise UnsupportedError(f"{name} is sharded between ranks, which hold different parts of it by design")
-    return pairs
+    return [(name, tensor) for name, tensor in named_pairs(given, "check_consistency") if tensor is not None]

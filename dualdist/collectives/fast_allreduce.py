@@ -24,8 +24,9 @@ from dualdist.collectives.group import EXCHANGE, Group
 from dualdist.collectives.handle import Collective, Handle
 from dualdist.collectives.negotiation import ENCODE, PAYLOAD_MARK, CollectiveRequest, RankRequests
 from dualdist.collectives.reductions import allreduce_
-from dualdist.collectives.tensor_utils import spec
+from dualdist.collectives.tensor_utils import PLAIN_TYPES, is_transformed, spec
 from dualdist.engine.channel import SLICE_S, Channel
+from dualdist.errors import UsageError
 
 KIND = "allreduce"
 FAST_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64))
@@ -47,20 +48,23 @@ def allreduce(
 ) -> torch.Tensor:
     """Return the result of collectives.allreduce(); tensors that need a gradient, GPUs and so on take that path."""
     if (
-        isinstance(tensor, torch.Tensor)
+        type(tensor) in PLAIN_TYPES
         and prescale == 1.0 == postscale
         and (in_place or not (tensor.requires_grad and torch.is_grad_enabled()))
         and tensor.dtype in FAST_DTYPES
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
+        and not tensor.is_nested
         and tensor.is_contiguous()
         and not tensor.is_neg()
+        and not is_transformed(tensor)
         and tensor.numel() > 0
         and type(op) is str
+        and (name is None or type(name) is str)
         and (reduction is None or type(reduction) is str)
         and op in FAST_OPS
+        and (known := signature(op, tensor.dtype, tensor.shape, reduction or group.reduction)) is not None
     ):
-        known = signature(op, tensor.dtype, tensor.shape, reduction or group.reduction)
         if name is None:
             group.num_unnamed += 1
             name = f"{KIND}.{group.num_unnamed}"
@@ -95,10 +99,13 @@ class AllreduceSignature:
 
 
 @functools.lru_cache(maxsize=4096)
-def signature(op: Op, dtype: torch.dtype, shape: torch.Size, reduction: Reduction) -> AllreduceSignature:
-    """Return what such calls share; raise UsageError if numbers of this dtype cannot be reduced by `op`."""
-    check_op(op, dtype)
-    check_reduction(reduction, op)
+def signature(op: Op, dtype: torch.dtype, shape: torch.Size, reduction: Reduction) -> AllreduceSignature | None:
+    """Return what such calls share, or None if numbers of this dtype cannot be reduced in this way."""
+    try:
+        check_op(op, dtype)
+        check_reduction(reduction, op)
+    except UsageError:
+        return None
     shared_args = collectives.reduction_args([spec(dtype, shape)], "cpu", op, reduction=reduction)
     message = RankRequests((CollectiveRequest(KIND, ANY_NAME, shared_args),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))

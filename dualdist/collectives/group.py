@@ -359,7 +359,9 @@ class Group:
         handles = {handle.name: handle for handle in offered}
         for name, reason in response.refused:
             if name in handles:
-                handles[name].fail(MismatchError(f"{handles[name].request}: {reason}"))
+                is_refusal = any((request := row.request(name)) is not None and request.refusal for row in rows)
+                kind = UsageError if is_refusal else MismatchError
+                handles[name].fail(kind(f"{handles[name].request}: {reason}"))
         for name in response.agreed:
             yield from self._perform(handles[name], rank_args_of(rows, name))
         if response.agreed or response.refused:

@@ -16,6 +16,7 @@ ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 PAYLOAD_MARK = b"\0"
 # The collectives in which ranks that have joined take part with zeros.
 WITH_JOINED = ("allreduce", "grouped_allreduce")
+REFUSED = "refused"  # in place of shared arguments: why this rank cannot take part
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class CollectiveRequest:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}{self._tensors}"
+
+    @property
+    def refusal(self) -> str:
+        """Return why this rank cannot take part, or ""."""
+        return f"{self.shared_args.get(REFUSED, '')}"
 
     @functools.cached_property
     def encoded(self) -> str:
@@ -136,7 +142,9 @@ def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Resp
             agreed.append(request.name)
     blocking = [(rank, other) for rank, row in active if (other := row.request(row.waiting)) is not None]
     if not agreed and not refused and len(blocking) == len(active):
-        by_request = _ranks_by_text((rank, f"{other}") for rank, other in blocking)
+        by_request = _ranks_by_text(
+            (rank, f"{other}" + f", where {other.refusal}" * bool(other.refusal)) for rank, other in blocking
+        )
         reason = "the ranks wait for different operations: " + "; ".join(
             [f"{format_ranks(members)} in {text}" for text, members in by_request.items()]
             + [f"{format_ranks(joined)} in join"] * bool(joined)
@@ -150,6 +158,9 @@ def _find_mismatch(
     request: CollectiveRequest, found: Sequence[tuple[int, CollectiveRequest]], joined: Sequence[int]
 ) -> str:
     """Return why the ranks cannot perform the request together, or ""."""
+    refusals = _ranks_by_text((rank, other.refusal) for rank, other in found if other.refusal)
+    if refusals:
+        return "; ".join(f"{format_ranks(ranks)} cannot take part: {text}" for text, ranks in refusals.items())
     if any((other.kind, other.shared_args) != (request.kind, request.shared_args) for _, other in found):
         by_arguments = _ranks_by_text((rank, other.arguments) for rank, other in found)
         return "the ranks passed different arguments: " + "; ".join(

@@ -1,23 +1,31 @@
 """Tensors as collectives take them: which can be sent, their dtype and shape in requests, and their bytes.
 
-And tensors in nested dicts, lists and tuples, such as a state_dict(): extract and reinsert them.
+And tensors in nested dicts, lists and tuples, such as a state_dict(): find, extract and reinsert them.
+
+Note [checked before sent]: check_tensor() alone decides which tensors can be sent, for every public function, before
+this rank sends anything. What it refuses on one rank is an error on every rank (refuse() in collectives.py), and the
+ranks remain in step.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch._C._functorch import is_functorch_wrapped_tensor  # private to torch: tests/unit/test_torch_private_names.py
+from torch.autograd import forward_ad
 
-from dualdist.collectives.arguments import as_tensor
 from dualdist.errors import UnsupportedError, UsageError
+from dualdist.utils.suggest import type_name
 
-PARAM_NAMES: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+NO_DISPATCH = torch.Tensor.__torch_dispatch__
+WAIT = "trigger_wait"  # of an AsyncCollectiveTensor, which stands for the result of a functional collective
+NAME = "_dualdist_name"  # an attribute: torch cannot swap a tensor to which weak references are
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,18 +47,87 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def copy_to_(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Copy a result into `tensor`, unless it was made in the memory of `tensor`."""
     if result.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(result.view(tensor.shape))
+        with torch.inference_mode(tensor.is_inference() or torch.is_inference_mode_enabled()):
+            tensor.detach().copy_(result.view(tensor.shape))
 
 
-def check_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor of torch.func.grad, vmap or jvp, or of forward-mode differentiation."""
+    if is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def check_tensor(
+    given: object, what: str = "the tensor", *, is_written: bool = False, takes_sparse: bool = False
+) -> torch.Tensor:
+    """Return a tensor that can be sent: Note [checked before sent].
+
+    Args:
+        given: what the program passed.
+        what: names it in errors.
+        is_written: a result will be written to it, element by element.
+        takes_sparse: sparse layouts can be sent, too.
+
+    Raises:
+        UsageError: it is no tensor, has no values, or its elements share memory.
+        UnsupportedError: it is of a kind whose values cannot be sent.
+    """
+    if not isinstance(given, torch.Tensor):
+        raise UsageError(f"{what} is {type_name(given)}: expected a tensor, not {type_name(given)}")
+    if torch.nn.parameter.is_lazy(given):
+        raise UsageError(f"{what} has no values yet: run a forward first")
+    if is_transformed(given):
+        raise UnsupportedError(
+            f"{what} is inside of torch.func.grad, vmap, jvp or another transformation, where ranks cannot exchange "
+            "tensors: call this outside of it; gradients of backward() flow through dualdist's functions"
+        )
+    if type(given).__torch_dispatch__ is not NO_DISPATCH and not hasattr(given, WAIT):
+        kind = type_name(given)
+        raise UnsupportedError(f"{what} is {kind}, made of other tensors: pass those, as to_local() of a DTensor")
+    if given.is_nested:
+        raise UnsupportedError(f"{what} is nested: pass the tensors of which it is made, as by unbind()")
+    if given.is_quantized:
+        raise UnsupportedError(f"{what} is quantized, of {given.dtype}: pass int_repr(), and its scale")
+    if given.is_meta:
+        raise UsageError(f"{what} is on the meta device and has no values: create it on another device")
+    if given.layout is not torch.strided and not (takes_sparse and (given.is_sparse or "sparse" in f"{given.layout}")):
+        raise UnsupportedError(f"{what} has the layout {given.layout}, which cannot be sent: convert it to a dense one")
+    if is_written and given.layout is torch.strided and _shares_elements(given):
+        raise UsageError(
+            f"{what} has elements that share memory, as in an expanded tensor, so that no result can be written to "
+            "it: pass tensor.contiguous()"
+        )
+    return given
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """Return True unless each dimension's stride steps over all elements of those with smaller strides."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    end = 0  # of the last element, counted from the first
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return True
+            end += stride * (size - 1)
+    return False
+
+
+def own_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of an expanded tensor with each element once."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.detach()[tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for stride, size in strides)]
+
+
+def check_tensors(tensors: Sequence[torch.Tensor], *, is_written: bool = False) -> Sequence[torch.Tensor]:
     """Return the tensors; raise UsageError or UnsupportedError unless they can be sent together."""
     if not tensors:
         raise UsageError("a grouped operation takes at least one tensor")
-    for tensor in tensors:
-        if as_tensor(tensor).layout is not torch.strided:
-            raise UnsupportedError(f"a tensor of layout {tensor.layout} cannot travel this way: convert it to dense")
-        if tensor.is_quantized:
-            raise UnsupportedError(f"a {tensor.dtype} tensor cannot travel: send tensor.int_repr() and its scale")
+    for number, tensor in enumerate(tensors):
+        check_tensor(
+            tensor, f"tensor {number} of {len(tensors)}" if len(tensors) > 1 else "the tensor", is_written=is_written
+        )
     if len({tensor.device for tensor in tensors}) > 1:
         raise UsageError(f"tensors on several devices in one operation: {sorted({str(t.device) for t in tensors})}")
     return tensors
@@ -70,14 +147,8 @@ def named_pairs(given: Any, caller: str) -> list[tuple[str, Any]]:
 def remember_names(pairs: Iterable[tuple[str, Any]]) -> None:
     """Remember the names of parameters, by which wrap_optimizer pairs those of the ranks."""
     for name, value in pairs:
-        if isinstance(value, torch.nn.Parameter) and value not in PARAM_NAMES:
-            PARAM_NAMES[value] = name
-
-
-def require_own_memory(tensor: torch.Tensor) -> None:
-    """Raise UsageError if elements share memory, as in an expanded tensor: it cannot be written element by element."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError("an expanded tensor cannot be written in place: pass tensor.contiguous()")
+        if isinstance(value, torch.nn.Parameter) and not hasattr(value, NAME):
+            setattr(value, NAME, name)
 
 
 def spec(dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -120,12 +191,32 @@ class TensorSlot:
     index: int
 
 
+@dataclass(frozen=True)
+class SparseSlot:
+    """Stands for a sparse tensor: a function makes it from arguments that hold TensorSlots."""
+
+    rebuild: Callable[..., torch.Tensor]
+    args: Any
+
+
+def find_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a structure with their names, as "model.0.weight"."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from find_tensors(item, f"{name}.{key}" if name else f"{key}")
+
+
 def extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Append the structure's tensors to the list, shared ones once, and return it with TensorSlots instead."""
     slots: dict[object, TensorSlot] = {}
 
-    def extract(tensor: torch.Tensor) -> TensorSlot:
-        key = _storage_key(tensor)
+    def extract(tensor: torch.Tensor) -> TensorSlot | SparseSlot:
+        if tensor.layout is not torch.strided:
+            rebuild, args, *_ = tensor.detach().__reduce_ex__(2)  # as in a pickle
+            return SparseSlot(rebuild, map_nested(args, torch.Tensor, extract))
+        key = storage_key(tensor)
         if key not in slots:
             slots[key] = TensorSlot(len(tensors))
             tensors.append(tensor.detach())
@@ -134,7 +225,7 @@ def extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     return map_nested(value, torch.Tensor, extract)
 
 
-def _storage_key(tensor: torch.Tensor) -> object:
+def storage_key(tensor: torch.Tensor) -> object:
     """Return a key that is equal for tensors with the same memory and layout; the object's id if it has no memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return id(tensor)
@@ -145,8 +236,14 @@ def _storage_key(tensor: torch.Tensor) -> object:
 
 
 def insert_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the structure with its TensorSlots replaced by the tensors."""
-    return map_nested(value, TensorSlot, lambda slot: tensors[slot.index])
+    """Return the structure with its slots replaced by the tensors."""
+
+    def insert(slot: TensorSlot | SparseSlot) -> torch.Tensor:
+        if isinstance(slot, TensorSlot):
+            return tensors[slot.index]
+        return slot.rebuild(*map_nested(slot.args, TensorSlot, insert))
+
+    return map_nested(value, (TensorSlot, SparseSlot), insert)
 
 
 def map_nested(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:

@@ -19,10 +19,11 @@ import torch
 
 from dualdist.backends.control_plane import check_same_tensors
 from dualdist.collectives.consistency import Options
+from dualdist.collectives.tensor_utils import check_tensor
 from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig, dense_strides, plan_buckets
 from dualdist.ddp.gradient_packer import is_view_of, owner_of
 from dualdist.ddp.reduction_plan import ReductionPlan, retire_unused
-from dualdist.errors import NotInitializedError, UnsupportedError
+from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
@@ -110,16 +111,12 @@ class ParamBuckets:
             self._register_params(new)
 
     def _register_params(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
-        for name, param in new:
-            if param.layout is not torch.strided:
-                raise UnsupportedError(f"parameter {name} has the layout {param.layout}: only dense ones are reduced")
-            if getattr(param, "grad_dtype", None) not in (None, param.dtype):
-                raise UnsupportedError(f"parameter {name} has gradients of {param.grad_dtype}, not of its own dtype")
-            if hasattr(param, "placements"):
-                raise UnsupportedError(
-                    f"parameter {name} is a DTensor: FSDP and tensor parallelism reduce its gradient themselves, so "
-                    "leave this optimizer unwrapped"
-                )
+        refusal: UsageError | UnsupportedError | None = None  # raised once all ranks know
+        try:
+            for name, param in new:
+                _check_param(name, param)
+        except (UsageError, UnsupportedError) as error:
+            refusal, new = error, []
         start = len(self._owned)
         numbers = {id(param): number for number, (_, param) in enumerate(new, start)}
         fused = [[numbers[id(param)] for param in group if id(param) in numbers] for group in self.fused_groups]
@@ -131,7 +128,7 @@ class ParamBuckets:
             order = self._channel.run(
                 f"check of the parameters of {self.name}",
                 lambda backend: check_same_tensors(
-                    backend, signatures, 0, f"{self.name}.check", description, any_order=any_order
+                    backend, signatures, 0, f"{self.name}.check", description, any_order=any_order, refusal=refusal
                 ),
             )
             retire_unused(self.group)
@@ -279,3 +276,15 @@ class ParamBuckets:
                 "dd.wrap_optimizer again"
             )
         self._enter(self.next_group())
+
+
+def _check_param(name: str, param: torch.Tensor) -> None:
+    """Raise UsageError or UnsupportedError unless gradients of the parameter can be reduced."""
+    if hasattr(param, "placements"):
+        raise UnsupportedError(
+            f"parameter {name} is a DTensor: FSDP and tensor parallelism reduce its gradient themselves, so leave this "
+            "optimizer unwrapped"
+        )
+    check_tensor(param, f"parameter {name}")
+    if getattr(param, "grad_dtype", None) not in (None, param.dtype):
+        raise UnsupportedError(f"parameter {name} has gradients of {param.grad_dtype}, not of its own dtype")

@@ -2,7 +2,7 @@
 
 python rank.py [BACKEND]
 
-A task is a law, one of TASKS, or "random training" and a seed. Laws share a session, except those in ALONE.
+A task is a law, one of TASKS, or RANDOM or SENT and a seed. Laws share a session, except those in ALONE.
 """
 
 import copy
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.utils  # DistributedDataParallel would import it later, after gc.freeze()
-from contract import random_training
+from contract import random_training, sent_laws
 from contract.laws import ALONE, LAWS
 from contract.oracle import digest, loss_of, net, raises
 from harness.rank_pool import serve
@@ -30,6 +30,8 @@ CLIP = 0.5
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 TIMEOUT_S = 40
 RANDOM = "random training "
+SENT = "tensors that cannot be sent "
+FULL_DRAWS = 1000  # in one task, of two minutes at most
 TOPOLOGY = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes", "launcher", "backend", "transport")
 
 
@@ -92,6 +94,8 @@ def run(backend: str | None, name: str) -> object:
         dd.init(backend, timeout_s=TIMEOUT_S)
     if name.startswith(RANDOM):
         return random_training.train(int(name.removeprefix(RANDOM)))
+    if name.startswith(SENT):
+        return sent_laws.try_draws(int(name.removeprefix(SENT)), FULL_DRAWS)
     try:
         return {**TASKS, **LAWS, **OWN_SESSION}[name]()
     finally:

@@ -202,6 +202,14 @@ def test_random_trainings_match_one_process(ranks: Ranks, effort: Effort) -> Non
         effort.count("random trainings")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", in_cells(RANDOM_CELLS), indirect=True)
+def test_tensors_of_every_kind_are_sent_or_refused_on_every_rank(ranks: Ranks, effort: Effort) -> None:
+    for seed in range(1, 1 + effort(1, 20)):
+        ranks.run(f"{rank.SENT}{seed}")
+        effort.count("drawn tensors", rank.FULL_DRAWS)
+
+
 def trained_alone(size: int) -> torch.nn.Module:
     """Train by plain torch in this process: the gradients of all ranks, added in rank order, then divided."""
     model = net(seed=rank.SEED)
