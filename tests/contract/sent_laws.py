@@ -249,7 +249,7 @@ def try_draw(function: str, kind: str, odd_ranks: tuple[int, ...]) -> None:
     assert dd.allreduce(torch.ones(1), "sum").item() == dd.size(), what
     outcomes = dd.allgather_object((outcome, error))
     assert len({each for each, _ in outcomes}) == 1, f"{what}: {outcomes}"
-    if kind in REFUSED or (function, kind) in MUST_WORK and len(odd_ranks) == dd.size():
+    if kind in REFUSED or ((function, kind) in MUST_WORK and len(odd_ranks) == dd.size()):
         assert (outcome == "refused") == (kind in REFUSED), f"{what}: {outcomes}"
     if outcome == "works" and function in SAME:
         assert_close(values_of(found), right, rtol=0, atol=0, check_stride=False, msg=lambda text: f"{what}: {text}")
