@@ -15,7 +15,7 @@ from torch import nn
 
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
 from dualdist.collectives.broadcast_state import optimizer_params
-from dualdist.collectives.tensor_utils import check_tensor, find_tensors, map_nested, remember_names
+from dualdist.collectives.tensor_utils import PLAIN_TYPES, check_tensor, find_tensors, map_nested, remember_names
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
@@ -67,7 +67,10 @@ def collect_state(parts: Mapping[str, Any], *, copy: bool, gathered: Mapping[str
     }
     extra = {name: part for name, part in parts.items() if not has_state(part)}
     for name, tensor in find_tensors({**states, **extra}):
-        check_tensor(tensor, name)
+        if type(check_tensor(tensor, name)) not in PLAIN_TYPES:
+            raise UsageError(
+                f"{name} is {type_name(tensor)}, which cannot be saved here: if it is sharded between ranks, {USE_DCP}"
+            )
     found: dict[str, Any] = _on_cpu({**states, EXTRA: extra}, copy=copy)
     for name in parts:
         _require_plain(name, found[name] if name in states else found[EXTRA][name])
@@ -171,8 +174,6 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
     copies: dict[object, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise UsageError(f"{type_name(tensor)} cannot be saved here: if it is sharded between ranks, {USE_DCP}")
         # The resolved tensor may be freed and its address reused, so the key is the original's.
         start, flags = tensor.data_ptr(), (tensor.is_conj(), tensor.is_neg())
         key = tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), flags

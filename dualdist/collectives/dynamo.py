@@ -34,11 +34,15 @@ def disable_compile(function: F, unless: Callable[..., Any] | None = None) -> F:
         import torch
 
         # First, because a graph that has looked at sys.modules guards each of its thousands of entries.
-        if not torch.compiler.is_compiling() and COMPILER not in sys.modules:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                raise explain_call(call, args, kwargs, error) from error.__cause__
+        if not torch.compiler.is_compiling():
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                with torch._C._DisableFuncTorch():  # in torch.func.grad our buffers would be transformed, too
+                    return _call(call, args, kwargs)
+            if COMPILER not in sys.modules:
+                try:
+                    return function(*args, **kwargs)
+                except TypeError as error:
+                    raise explain_call(call, args, kwargs, error) from error.__cause__
         from dualdist.collectives.dynamo import outside
 
         if unless is not None and torch.compiler.is_compiling():

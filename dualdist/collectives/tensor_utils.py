@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor  # private to torch: tests/unit/test_torch_private_names.py
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped  # private to torch
 from torch.autograd import forward_ad
 
 from dualdist.errors import UnsupportedError, UsageError
@@ -53,7 +53,7 @@ def copy_to_(tensor: torch.Tensor, result: torch.Tensor) -> None:
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Return True for a tensor of torch.func.grad, vmap or jvp, or of forward-mode differentiation."""
-    if is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 

@@ -119,7 +119,8 @@ def _arguments(
         raise UsageError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     if op == Adasum:
         require_adasum(process_set)
-    are_integers = {tensor.dtype in INTEGERS for tensor in (tensors if isinstance(tensors, list) else [tensors])}
+    given = tensors if isinstance(tensors, list) else [tensors]
+    are_integers = {tensor.dtype in INTEGERS for tensor in given if isinstance(tensor, torch.Tensor)}
     if op != Average or True not in are_integers:
         return group, tensors, OPS[op], name, prescale, postscale
     if len(are_integers) > 1:

@@ -22,7 +22,9 @@ MOVED = f"torch {torch.__version__} has moved this (tried with 2.13 and 2.15): f
 # The full name: the file that uses it, and what for.
 NAMES = {
     "torch._C._current_graph_task_id": ("ddp/gradient_packer.py", "to tell backwards apart"),
-    "torch._C._functorch": ("collectives/tensor_utils.py", "to refuse tensors of torch.func"),
+    "torch._C._functorch.is_functorch_wrapped_tensor": ("collectives/tensor_utils.py", "to refuse those of torch.func"),
+    "torch._C._functorch.peek_interpreter_stack": ("collectives/dynamo.py", "to find a transformation of torch.func"),
+    "torch._C._DisableFuncTorch": ("collectives/dynamo.py", "to make buffers outside of it"),
     "torch.autograd.forward_ad._current_level": ("collectives/tensor_utils.py", "to refuse dual tensors"),
     "torch._C._distributed_c10d": ("c10d/process_group.py", "to define a process group"),
     "torch._C._distributed_c10d.AllgatherOptions": ("backends/native/backend.py", "to give an allgather its timeout"),
