@@ -129,7 +129,8 @@ class Group:
         """Return the channel of gradients, whose reductions are agreed on once; all members ask for it first."""
         self.channel.latch.require_usable()
         if self._gradients is None:
-            duplicate = self._parent.duplicate("gradients")
+            with self.channel.failing("the connections for gradients"), self.monitor.operation("dd.wrap_optimizer"):
+                duplicate = self._parent.duplicate("gradients")
             self._gradients = Channel(duplicate, self.monitor, self.channel.timeout_s, self.channel.latch)
             self._gradients.observers = self.observers
         return self._gradients

@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dualdist.backends.base import Store
 from dualdist.errors import CollectiveError, RendezvousError
@@ -31,12 +32,15 @@ from dualdist.monitoring.process_state import (
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.suggest import SHOWN, format_ranks
 
+T = TypeVar("T")
 OnFailure = Callable[[CollectiveError], None]
 # Seconds between polls for a question, and between polls while a report is expected.
 POLL_S, POLL_SOON_S = 1.0, 0.1
 # Seconds in which every responsive rank answers, and in which all have printed the report.
 ANSWER_S = 2.5
 PRINT_S = 1.5
+# Seconds for a whole question to all ranks, and for a store that was late before.
+QUERY_S, LATE_S = ANSWER_S + 0.7, 0.1
 IN_PROGRAM = "in the program, outside any operation"
 STORE_GONE = "the store of the job, which rank 0 or its launcher serves, does not answer"
 UNKNOWN_STATE = "exited, stopped, or in C code that holds the GIL"
@@ -91,6 +95,7 @@ class RankProbe:
         self._failures: dict[str, str] = {}  # of other ranks, by scope
         self._num_failures = 0  # that have been read
         self._failure_lock = threading.Lock()
+        self._is_store_late = False
         self._on_failure: dict[str, weakref.WeakMethod[OnFailure]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{OUR_THREADS}rank-probe", daemon=True)
@@ -123,7 +128,19 @@ class RankProbe:
             self._store.set(self._name("failure", self._store.add(f"{self._key}/failures", 1)), entry)
 
         with contextlib.suppress(RendezvousError, TimeoutError):
-            call_within(ANSWER_S, report, lambda: RendezvousError(STORE_GONE))
+            self.ask_store(ANSWER_S, report)
+
+    def ask_store(self, seconds: float, ask: Callable[[], T]) -> T:
+        """Return ask(), which uses the store; raise RendezvousError if it takes longer.
+
+        The store may be a stopped rank's: once it was late, only a moment is waited for it.
+        """
+        try:
+            limit_s = LATE_S if self._is_store_late else seconds
+            return call_within(limit_s, ask, lambda: RendezvousError(STORE_GONE))
+        except RendezvousError:
+            self._is_store_late = True
+            raise
 
     def watch_failures(self, scope: str, on_failure: OnFailure) -> None:
         """Call a method with the failure of another rank in a scope; it is not kept alive for that."""
@@ -134,7 +151,7 @@ class RankProbe:
     def find_failure(self, scope: str) -> str | None:
         """Return the failure that another rank has reported in a scope, or None; asks the store."""
         with contextlib.suppress(RendezvousError, TimeoutError):
-            call_within(ANSWER_S, self._read_failures, lambda: RendezvousError(STORE_GONE))
+            self.ask_store(ANSWER_S, self._read_failures)
         return self._failures.get(scope)
 
     def _read_failures(self) -> None:
@@ -199,7 +216,7 @@ class RankProbe:
     def close(self) -> None:
         """Stop answering. If the store is slow, the thread ends after its current request."""
         self._stop.set()
-        self._thread.join(ANSWER_S)
+        self._thread.join(LATE_S if self._is_store_late else ANSWER_S)
         if not self._thread.is_alive():
             atexit.unregister(self.close)
 
@@ -289,7 +306,7 @@ def inspect_silent(ranks: Sequence[int], processes: Sequence[ProcessIdentity | N
 def report_timeout(probe: RankProbe, ranks: Sequence[int], what: str, reason: str) -> str:
     """Return the error message of an operation of these ranks, once every rank of the job has printed it."""
     try:
-        result = call_within(2 * ANSWER_S, probe.query, lambda: RendezvousError("no answer"))
+        result = probe.ask_store(QUERY_S, probe.query)
     except (RendezvousError, TimeoutError):
         processes = {rank: probe.processes[rank] for rank in ranks}
         stopped = [rank for rank, each in processes.items() if each is not None and each.state() in NOT_RUNNING]
@@ -303,7 +320,7 @@ def report_timeout(probe: RankProbe, ranks: Sequence[int], what: str, reason: st
     text = format_report(what, reason, positions, inspect_silent(missing, probe.processes))
     late = [*missing, *(rank for position in _elsewhere(what, positions) for rank in position.seconds)]
     with contextlib.suppress(RendezvousError, TimeoutError):  # the store has gone since
-        call_within(PRINT_ALL_S, lambda: probe.broadcast(result, text, late), lambda: RendezvousError("no answer"))
+        probe.ask_store(PRINT_ALL_S, lambda: probe.broadcast(result, text, late))
     return text
 
 
@@ -318,7 +335,7 @@ def find_lost_ranks(probe: RankProbe, ranks: Sequence[int]) -> list[int]:
 
 def find_silent_ranks(probe: RankProbe, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that do not answer; raise RendezvousError if the store is gone."""
-    result = call_within(2 * ANSWER_S, probe.query, lambda: RendezvousError(STORE_GONE))
+    result = probe.ask_store(QUERY_S, probe.query)
     return [rank for rank in ranks if rank not in result.answered()]
 
 

@@ -218,14 +218,16 @@ def _start_session(
     try:
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
         opened += [] if probe is None else [probe.close]
-        operations = backend.duplicate("operations")
-        share_messages(operations, store, f"{key}/requests", hosts, timeout_s)
+        monitor = Monitor(probe, backend.ranks, "all ranks")
+        with monitor.operation("dd.init"):
+            operations = backend.duplicate("operations")
+            share_messages(operations, store, f"{key}/requests", hosts, timeout_s)
     except BaseException:
         for close in opened[::-1]:  # or the next init() would take torch's default group for the program's own
             with contextlib.suppress(DualdistError):  # the first error says more
                 close()
         raise
-    world = Group(operations, Monitor(probe, backend.ranks, "all ranks"), timeout_s, backend)
+    world = Group(operations, monitor, timeout_s, backend)
     return Session(world, topology, config.device(topology), timeout_s, hosts, store, key)
 
 

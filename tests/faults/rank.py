@@ -14,6 +14,7 @@ import torch
 import dualdist as dd
 
 TIMEOUT_S = 6
+NAMED_S = 4  # after the time limit, in which a rank that does not arrive is named
 BEHIND_S = 2  # by which the last of several ranks comes later than the first
 
 
@@ -104,6 +105,21 @@ def stop_rank_1() -> None:
         stop()
 
 
+def connect_after_rank_0_stopped(connect: Callable[[], object]) -> None:
+    """Connect the ranks once more, while rank 0, which may serve the store, is stopped: named in time."""
+    if dd.rank() == 0:
+        stop()
+    began = time.monotonic()
+    try:
+        connect()
+    finally:
+        assert time.monotonic() - began < TIMEOUT_S + NAMED_S, "rank 0 was named too late"
+
+
+def wrap_an_optimizer() -> None:
+    dd.wrap_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0))
+
+
 def loop_on_rank_1() -> None:
     if dd.rank() == 1:
         loop_forever()
@@ -128,6 +144,8 @@ OPERATIONS: dict[str, Callable[[], object]] = {
     "is waited for": wait_in_one_session,
     "stops in a small step": lambda: take_steps(3, stop_rank_1),
     "stops in a large step": lambda: take_steps(1 << 18, stop_rank_1),
+    "the first stops before a wrap": lambda: connect_after_rank_0_stopped(wrap_an_optimizer),
+    "the first stops before a group": lambda: connect_after_rank_0_stopped(lambda: dd.new_group([0, 1])),
     "loops in a step": lambda: take_steps(3, loop_on_rank_1),
     "continues after errors": continue_after_errors,
 }

@@ -57,6 +57,8 @@ NOT_ARRIVED = {
     "begins another": ((SUM, "of float32(3,): not all ranks began it within 6 s: rank 0 is", "'another'"), ""),
     # Rank 0 serves the store: the others must not wait for its answer.
     "the first stops": ((SUM, "no answer from rank 0: its process"), ""),
+    "the first stops before a wrap": (("dd.wrap_optimizer", "no answer from rank 0: its process"), ""),
+    "the first stops before a group": (("new_group", "no answer from rank 0: its process"), ""),
     "joined": (("join", "no answer from rank 1"), ""),
     # Small tensors are waited for by asking MPI; large ones are reduced in a call that would wait for ever.
     "stops in a small step": (("reduction of gradients", "of float32", "no answer from rank 1"), ""),

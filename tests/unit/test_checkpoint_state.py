@@ -137,7 +137,7 @@ class FullyShardedDataParallel(nn.Module):
         (np.float64(1.0), "value cannot be saved.*GLOBAL numpy"),
         (lambda: None, "value cannot be saved.*pickle"),
         (Path("x"), "value cannot be saved.*GLOBAL pathlib"),
-        (torch.ones(1).as_subclass(Part), "a Part cannot be saved.*torch.distributed.checkpoint"),
+        (torch.ones(1).as_subclass(Part), "value is a Part, which cannot be saved.*torch.distributed.checkpoint"),
         (nn.Sequential(FullyShardedDataParallel()), "value is sharded.*torch.distributed.checkpoint"),
         ([{torch.ones(1)}], "a tensor in a set cannot be saved"),
         (torch.eye(2).to_sparse(), "convert it to a dense one"),

@@ -45,13 +45,15 @@ from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
     CollectiveError,
+    CollectiveTimeoutError,
     NotInitializedError,
+    RankLostError,
     RendezvousError,
     TopologyError,
     UnsupportedError,
 )
 from dualdist.topology import RankLocation, Topology
-from dualdist.utils.deadline import Deadline, stop_at_exit
+from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
 from dualdist.utils.variables import temporary_variables
 
 ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL
@@ -83,6 +85,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # Operations wait for as long as whoever advances them: Gloo closes all connections at the end of its own time limit.
 UNLIMITED = timedelta(days=7)
+CONNECT_GRACE_S = 0.3  # in which the error of what connects, which says more, may come
 ABANDON_S, ABANDON_TAG = 0.001, 1 << 20
 # Between hosts, smaller tensors go straight over the network.
 SMALL_BYTES = 1 << 14
@@ -355,6 +358,17 @@ class NativeBackend(Backend):
 
     def _child(self, ranks: Sequence[int], key: str, hosts: Sequence[int] = ()) -> NativeBackend:
         """Return a backend with new connections between the ranks, which meet in the store under `key`."""
+        deadline = Deadline(self.timeout_s)
+        try:
+            return self._within_limit(lambda: self._connect_child(ranks, key, hosts))
+        except RendezvousError as error:
+            raise (CollectiveTimeoutError if deadline.passed() else RankLostError)(f"{error}") from error
+
+    def _within_limit(self, connect: Callable[[], T]) -> T:
+        """Return connect(), which a store of a stopped rank would block for ever."""
+        return call_within(self.timeout_s + CONNECT_GRACE_S, connect, lambda: timeout_error(self.timeout_s))
+
+    def _connect_child(self, ranks: Sequence[int], key: str, hosts: Sequence[int]) -> NativeBackend:
         rank = list(ranks).index(self.ranks[self.rank])
         store = dist.PrefixStore(key, self._store)
 
@@ -430,7 +444,7 @@ class NativeBackend(Backend):
 
     def _groups(self) -> Mapping[str, ProcessGroup]:
         if self._connected is None:
-            self._connected = self._connect()
+            self._connected = self._within_limit(self._connect)
         return self._connected
 
     def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:
