@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from dualdist.backends.arithmetic import Op
 from dualdist.collectives import broadcast_state, collectives, fast_allreduce, traced_allreduce
-from dualdist.collectives.arguments import Reduction, as_list, as_tensor
+from dualdist.collectives.arguments import Reduction, as_list, as_tensor, check_limit
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective, Handle
@@ -479,19 +479,24 @@ def gather(
 
 
 @disable_compile
-def barrier(*, group: Group | None = None) -> None:
+def barrier(*, group: Group | None = None, timeout_s: float | None = None) -> None:
     """Wait until every rank of the group has called this; does not wait for other operations under way.
 
     Args:
         group: a group of new_group(), or None for all ranks.
+        timeout_s: the seconds that this rank waits, as where rank 0 works for long before it comes; None for the
+            timeout_s of init(). Ranks may differ.
 
     Raises:
-        CollectiveTimeoutError: a rank did not call this within the timeout_s of init(); raised on every waiting rank.
+        CollectiveTimeoutError: a rank did not call this within timeout_s; raised on every waiting rank.
+        UsageError: timeout_s is no number of seconds above 0.
 
     Example:
         >>> dd.barrier()
     """
-    collectives.barrier(group_or_world(group))
+    if timeout_s is not None:
+        check_limit(timeout_s)
+    collectives.barrier(group_or_world(group), timeout_s)
 
 
 @disable_compile

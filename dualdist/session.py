@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 from dualdist.backends import registry
 from dualdist.backends.horovod.driver import is_elastic, next_slot
-from dualdist.collectives.arguments import REDUCTIONS, Reduction, as_ints
+from dualdist.collectives.arguments import REDUCTIONS, Reduction, as_ints, check_limit
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import (
@@ -159,8 +158,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
             f"{_process.session.topology.size} already. Call dd.shutdown() first, as to run a notebook's cell again"
         )
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise UsageError(f"timeout_s={timeout_s!r}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
+    check_limit(timeout_s)
     environ, began = os.environ, time.time()
     for name in _process.exported:
         environ.pop(name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Protocol, SupportsFloat, SupportsIndex, TypeVar
@@ -43,6 +44,12 @@ def as_tensor(given: T) -> T:
 def as_list(given: Iterable[T]) -> list[T]:
     """Return the tensors of a grouped collective as a list; of anything else a list that is refused."""
     return list(given) if isinstance(given, Iterable) else [given]
+
+
+def check_limit(timeout_s: object) -> None:
+    """Raise UsageError unless this is a number of seconds that can be waited."""
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise UsageError(f"timeout_s={timeout_s!r}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
 
 
 def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:

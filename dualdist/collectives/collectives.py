@@ -550,9 +550,10 @@ def local_device(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def barrier(group: Group, name: str | None = None) -> None:
+def barrier(group: Group, timeout_s: float | None = None) -> None:
     """Return when every rank has called this; other collectives may still be under way."""
-    run_agreed(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
+    request = CollectiveRequest("barrier", group.next_name("barrier"), {})
+    Collective(group, request, lambda backend, rank_args: None, timeout_s=timeout_s).run()
 
 
 def run_agreed(

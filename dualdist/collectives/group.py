@@ -292,21 +292,22 @@ class Group:
                 self.channel.attend()
 
     def _run_cycles(self, handle: Handle[Any]) -> None:
-        deadline = Deadline(self.channel.timeout_s)
+        limit_s = handle.timeout_s or self.channel.timeout_s
+        deadline = Deadline(limit_s)
         while not handle.done():
             cycle = self._begin_cycle()
             if cycle is None:
                 continue
             try:
                 if cycle.wait():
-                    deadline = Deadline(self.channel.timeout_s)
+                    deadline = Deadline(limit_s)
                     continue
             except CollectiveError:
                 if handle.done():
                     return
                 raise
             if deadline.passed():
-                raise self._negotiation_timeout(handle.request)
+                raise self._negotiation_timeout(handle.request, limit_s)
             time.sleep(PAUSE_S)
 
     @property
@@ -328,7 +329,9 @@ class Group:
             offered = list(self._pending.values())
             if not offered:
                 return None
-            cycle = self.channel.start(offered[0].request, lambda backend: self._run_cycle(offered))
+            limits_s = [each.timeout_s for each in offered if each.timeout_s is not None]
+            limit_s = max(limits_s, default=None)
+            cycle = self.channel.start(offered[0].request, lambda backend: self._run_cycle(offered), timeout_s=limit_s)
             self._cycle = cycle
             return cycle
 
@@ -395,12 +398,12 @@ class Group:
         has_one_thread = sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1
         return name if has_one_thread or time.monotonic() - since > THREADS_S else ""
 
-    def _negotiation_timeout(self, request: CollectiveRequest) -> CollectiveTimeoutError:
+    def _negotiation_timeout(self, request: CollectiveRequest, limit_s: float) -> CollectiveTimeoutError:
         """Return the error of a collective that not all ranks have begun."""
         ready = "; ".join(
             f"rank {rank} is ready for {row.summary}" for rank, row in zip(self.ranks, self._last_requests, strict=True)
         )
-        return CollectiveTimeoutError(f"{request}: not all ranks began it within {self.channel.timeout_s:g} s: {ready}")
+        return CollectiveTimeoutError(f"{request}: not all ranks began it within {limit_s:g} s: {ready}")
 
     def exchange(self, payload: bytes) -> Message:
         """Begin to exchange one payload per rank, in a cycle or in join()."""

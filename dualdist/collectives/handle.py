@@ -48,6 +48,7 @@ class Collective(Generic[T]):
             None if it has joined. Returns the result, or stages that do.
         device: The device of the tensors, if there are any.
         inputs: The tensors through which gradients flow. `perform` may fill a list that is given here.
+        timeout_s: How long a wait for it may make no progress; None for the limit of the session.
         backward: Called on every rank with the gradients of the results, and `rank_args`, in the backward pass. Leaves
             out tensors whose dtype has no gradient. Must hold no reference to an input or a result.
     """
@@ -58,6 +59,7 @@ class Collective(Generic[T]):
     device: torch.device | None = None
     inputs: Sequence[torch.Tensor] = ()
     backward: Backward | None = None
+    timeout_s: float | None = None
 
     def map(self, function: Callable[[T], U]) -> Collective[U]:
         """Return the same collective with `function` applied to its result."""
@@ -130,6 +132,7 @@ class Handle(Generic[T]):
         self.error: BaseException | None = None
         self.began = 0.0 if collective.group.wait_times is None else time.monotonic()
         self.waits_since: float | None = None  # if the program waited before it called wait()
+        self.timeout_s = collective.timeout_s
         self._group: Performer = collective.group
         self._collective: Collective[T] | None = collective
         self._streams = collective.streams()

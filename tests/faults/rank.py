@@ -82,9 +82,16 @@ def begin_late() -> None:
     dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True).wait()
 
 
+def work_long_before_a_barrier() -> None:
+    """Let the others wait for rank 0 for longer than the timeout, by a limit of the call."""
+    if dd.rank() == 0:
+        time.sleep(1.3 * TIMEOUT_S)
+    dd.barrier(timeout_s=3 * TIMEOUT_S)
+
+
 def wait_in_one_session() -> None:
     """Run these one after the other; what is unfinished comes last."""
-    for happens in (begin_late, join_early, leave_one_unfinished):
+    for happens in (begin_late, join_early, work_long_before_a_barrier, leave_one_unfinished):
         happens()
         sys.stdout.write(f"done: {happens.__name__}\n")
 

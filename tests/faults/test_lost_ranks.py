@@ -135,7 +135,7 @@ def test_ranks_wait_for_late_and_joined_ones_and_report_what_is_unfinished(
     launch: Launch, launcher: str, backend: str
 ) -> None:
     outcome = launch(rank_argv(launcher, backend, "is waited for"), timeout_s=LIMIT_S)
-    for happens in (rank.begin_late, rank.join_early, rank.leave_one_unfinished):
+    for happens in (rank.begin_late, rank.join_early, rank.work_long_before_a_barrier, rank.leave_one_unfinished):
         assert outcome.stdout.count(f"done: {happens.__name__}") == 2, str(outcome)
     assert "1 operation(s) unfinished" in outcome.stderr, str(outcome)
     assert "allreduce 'never.met' of float32(3,)" in outcome.stderr, str(outcome)

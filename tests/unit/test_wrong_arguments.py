@@ -63,6 +63,8 @@ VALUES: list[tuple[Callable[[], Any], str]] = [
     (lambda: dd.check_consistency(nn.LazyLinear(3)), "run a forward first"),
     (lambda: dd.check_consistency({"s": torch.ones(2).to_sparse()}), "s has the layout torch.sparse_coo"),
     (lambda: dd.check_consistency(nn.Linear(2, 2, device="meta")), "weight is on the meta device"),
+    (lambda: dd.barrier(timeout_s=-1), "timeout_s=-1: expected seconds"),
+    (lambda: dd.barrier(timeout_s=float("nan")), "timeout_s=nan: expected seconds"),
     (lambda: dd.allreduce(ONE, "avg"), "did you mean 'mean'"),
     (lambda: dd.allreduce(ONE, "average"), "did you mean 'mean'"),
     (lambda: dd.allreduce(ONE, "SUM"), "did you mean 'sum'"),
