@@ -12,10 +12,12 @@ other ranks never wait for a program that computes.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -45,6 +47,7 @@ DRAIN_S = 2.0
 # Seconds after which a wait in a program of several threads is reported as one that blocks the program: until then
 # another thread may begin what the other ranks wait for.
 THREADS_S = 2.0
+NUMBERED_ALLREDUCE = re.compile(r"allreduce\.\d+")  # of a call without a name
 EXCHANGE = "exchange"  # the name of all of them, which Horovod can cache
 
 
@@ -102,6 +105,7 @@ class Group:
         self._cycle: Work[bool] | None = None  # Note [cycles]
         self._waiting: dict[str, float] = {}  # names that programs wait for -> when the wait began
         self._blocking_name = ""  # of the collective in run_blocking()
+        self._waiting_calls: dict[int, CollectiveRequest] = {}  # by thread: those whose result it waits for
         self._not_before = 0.0  # earliest next cycle of the progress thread, on the monotonic clock
 
     @property
@@ -162,6 +166,7 @@ class Group:
             operation = self._perform(handle, [handle.request.rank_args])
             self.channel.run(handle.request, lambda backend: operation)
             return handle
+        self._require_one_thread(handle.request)
         with self._lock:
             if self.is_joined:
                 raise UsageError(f"{handle.request}: another thread has called dd.join(); wait for it first")
@@ -173,6 +178,34 @@ class Group:
             self._pending[handle.name] = handle
         self._notify("entered", handle.request)
         return handle
+
+    @contextlib.contextmanager
+    def waiting_call(self, request: CollectiveRequest) -> Iterator[None]:
+        """Know this thread's call, whose result it waits for, in the block."""
+        thread = threading.get_ident()
+        outer, self._waiting_calls[thread] = self._waiting_calls.get(thread), request
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self._waiting_calls[thread]
+            else:
+                self._waiting_calls[thread] = outer
+
+    def _require_one_thread(self, request: CollectiveRequest) -> None:
+        """Fail if another thread waits for a call without a name, either: the ranks pair such calls by their order."""
+        thread = threading.get_ident()
+        others = [each for ident, each in self._waiting_calls.copy().items() if ident != thread and _is_numbered(each)]
+        if not _is_numbered(request) or not (others or NUMBERED_ALLREDUCE.fullmatch(self._blocking_name)):
+            return
+        error = CollectiveError(
+            f"{request}: another thread waits for {others[0] if others else self._blocking_name} in this group, and "
+            "calls without a name are paired with those of the other ranks by their order: give each thread a group of "
+            "its own by dd.new_group(), or each call a name"
+        )
+        error.names_operation = True
+        self.channel.latch.fail(error, request)
+        raise error
 
     def _perform(self, handle: Handle[Any], rank_args: Sequence[Any]) -> Stages[None]:
         if self.channel.latch.failure is not None:
@@ -441,3 +474,9 @@ class Group:
         for handle in self._pending.values():
             handle.fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
         self._cycle, self.channel.source = None, None  # with which the memory of the host would wait for the collector
+
+
+def _is_numbered(request: CollectiveRequest) -> bool:
+    """Return True if the call had no name, so that next_name() gave it a number."""
+    kind, _, number = request.name.rpartition(".")
+    return kind == request.kind and number.isdecimal()

@@ -30,6 +30,9 @@ class Performer(Protocol):
     def submit(self, collective: Collective[T]) -> Handle[T]:
         """Queue a collective."""
 
+    def waiting_call(self, request: CollectiveRequest) -> contextlib.AbstractContextManager[None]:
+        """Know this thread's call, whose result it waits for, in the block."""
+
     def attend(self) -> None:
         """Let a thread carry on what is pending."""
 
@@ -76,8 +79,9 @@ class Collective(Generic[T]):
 
     def run(self) -> T:
         """Wait for the result; gradients flow through it if an input requires one."""
-        handle = self.group.submit(self)
-        result = handle.wait()
+        with self.group.waiting_call(self.request):
+            handle = self.group.submit(self)
+            result = handle.wait()
         if self.backward is None or not requires_grad(self.inputs):
             return result
         results = [result] if isinstance(result, torch.Tensor) else cast(Sequence[torch.Tensor], result)

@@ -100,6 +100,7 @@ class Reducer(ParamBuckets):
         self._num_backwards = 0  # since the last reduction
         self._num_since_step = 0  # reductions since the last step
         self._interrupt: BaseException | None = None  # Note [interrupts]
+        self._backward_thread: int | None = None  # until its end
         self._has_stepped = True  # since the last reduction: Note [skipped steps]
         self._stepped_in = NO_BACKWARD  # the last backward that was left by a step: Note [steps in hooks]
         self._last_sums: list[weakref.ref[torch.Tensor]] = []  # the gradients assigned last, with op="sum"
@@ -174,8 +175,10 @@ class Reducer(ParamBuckets):
             self._require_open()
             if self._uses_cuda:
                 refuse_capture()
-            self.discard_interrupted()
             has_one_plan = len(active_plans(self.group)) == 1
+            if not has_one_plan:
+                self._require_one_thread()
+            self.discard_interrupted()
             if has_one_plan:  # else in _reduce_due, once the ranks know which reducers are due
                 self.update()
             self._is_nested = _count_running_backwards() > 1
@@ -183,6 +186,16 @@ class Reducer(ParamBuckets):
             self.packer.launches_early = has_one_plan
             self.packer.open(backward)
             Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
+
+    def _require_one_thread(self) -> None:
+        """Raise CollectiveError if another thread is in a backward: each rank would have an order of its own."""
+        self._backward_thread = thread = threading.get_ident()
+        others = {other._backward_thread for other in _live_reducers(self.group)} - {None, thread}
+        if not others.isdisjoint(each.ident for each in threading.enumerate()):
+            raise CollectiveError(
+                "two threads run backward() of wrapped optimizers at the same time, so that each rank would reduce "
+                "their gradients in an order of its own: run one after the other"
+            )
 
     def on_bucket_ready(self) -> None:
         """Launch the buckets that are full, up to the first that is not; the packer calls this when one is."""
@@ -219,10 +232,14 @@ class Reducer(ParamBuckets):
         """Reduce what is due; every reducer of the backward is called, and the first does it for all."""
         due = [reducer for reducer in _live_reducers(self.group) if reducer._count_backward(backward)]
         if due:
-            with self.errors(), self._channel.failing("reduction of gradients"):
-                _reduce_due(self.group, due)
-            for reducer in due:
-                reducer._raise_interrupt()
+            try:
+                with self.errors(), self._channel.failing("reduction of gradients"):
+                    _reduce_due(self.group, due)
+                for reducer in due:
+                    reducer._raise_interrupt()
+            finally:
+                for reducer in due:
+                    reducer._backward_thread = None
 
     def _count_backward(self, backward: int) -> bool:
         """Count the end of a backward; return True if this reducer took part and is due."""
@@ -231,7 +248,10 @@ class Reducer(ParamBuckets):
                 return False
             self.packer.close_all()  # the others were interrupted
             self._num_backwards += 1
-            return self._num_backwards >= self.accumulate
+            is_due = self._num_backwards >= self.accumulate
+            if not is_due:
+                self._backward_thread = None
+            return is_due
 
     def discard_interrupted(self) -> None:
         """Complete and discard the reduction of a backward that raised: Note [interrupted backward]."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from contract.oracle import assert_close, gradients, law, law_alone, loss_of, net, raises, ranks, reopen, total_loss
 from torch import nn
 
 import dualdist as dd
-from dualdist.errors import MismatchError, NotInitializedError, UsageError
+from dualdist.errors import CollectiveError, MismatchError, NotInitializedError, UsageError
 
 SHUTDOWN_S = 0.3
 """Limit of the fastest of three shutdowns, on busy cores."""
@@ -195,6 +197,52 @@ def join_completes_the_ranks_pending_collectives() -> None:
     assert handle.wait().item() == sum(rank + 1 for rank in ranks())
     if lone is not None:
         assert lone.wait().item() == min(2, dd.size())
+
+
+def in_two_threads(act: Callable[[int], object]) -> list[str]:
+    """Act many times in each of two threads; return the errors that ended them."""
+    errors = []
+
+    def run(thread: int) -> None:
+        try:
+            for _ in range(300):
+                act(thread)
+        except CollectiveError as error:
+            errors.append(f"{error}")
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+@law_alone
+def calls_of_two_threads_are_paired_by_name_or_group_or_refused_on_every_rank() -> None:
+    backend, groups = dd.backend(), [dd.new_group([*ranks()]) for _ in range(2)]
+
+    def check(thread: int, **options: Any) -> None:
+        assert dd.allreduce(torch.tensor(thread + 1.0), "sum", **options).item() == (thread + 1) * dd.size()
+
+    assert in_two_threads(lambda thread: check(thread, name=f"of thread {thread}")) == []
+    assert in_two_threads(lambda thread: check(thread, group=groups[thread])) == []
+    if dd.size() == 1:
+        return
+    errors = in_two_threads(lambda thread: dd.allreduce(torch.ones(2)))
+    assert len(errors) == 2
+    assert all("another thread waits for" in error and "dd.new_group()" in error for error in errors), errors
+    dd.shutdown()
+    reopen(backend)
+    models = [nn.Linear(300, 300) for _ in range(2)]
+    for model in models:
+        dd.broadcast_parameters(model)
+    wrapped = [dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.0)) for model in models]
+    errors = in_two_threads(lambda thread: models[thread](torch.ones(8, 300)).sum().backward())
+    assert len(errors) == len(wrapped)
+    assert all("two threads run backward()" in error for error in errors), errors
+    dd.shutdown()
+    reopen(backend)  # or the process would end with an error
 
 
 @law_alone
