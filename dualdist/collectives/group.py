@@ -170,6 +170,7 @@ class Group:
         with self._lock:
             if self.is_joined:
                 raise UsageError(f"{handle.request}: another thread has called dd.join(); wait for it first")
+            self._forget_done()
             if handle.name in self._pending or handle.name == self._blocking_name:
                 raise UsageError(
                     f"{handle.request}: an operation of this name is still under way; wait for it, or choose "
@@ -281,10 +282,10 @@ class Group:
         """Do what follows from the requests of ranks that do not all do the same."""
         handle = Handle(call.collective())
         handle.began, handle.waits_since = began, began or None
-        with self._lock:
-            self._pending[handle.name] = handle
         self.channel.finish(Staged(self._respond(message.result, [handle])))
-        self._forget_done()
+        if not handle.done():
+            with self._lock:
+                self._pending[handle.name] = handle  # not earlier: another thread's cycle must not offer it meanwhile
         return handle
 
     def attend(self) -> None:
@@ -297,6 +298,7 @@ class Group:
     def _next_cycle(self) -> float | None:
         """Begin a cycle for the progress thread: see Channel.attend."""
         with self._lock:
+            self._forget_done()
             if not self._pending or not self.is_open or self.size == 1:
                 return None
             early_s = self._not_before - time.monotonic()
@@ -321,6 +323,7 @@ class Group:
                 raise
         finally:
             self._waiting.pop(handle.name, None)
+            self._forget_done()
             if self._pending and self._thread_attends:
                 self.channel.attend()
 
@@ -386,8 +389,6 @@ class Group:
             if described is error:
                 raise
             raise described from error.__cause__
-        finally:
-            self._forget_done()
 
     def _respond(self, messages: Sequence[bytes], offered: Sequence[Handle[Any]]) -> Stages[bool]:
         """Do what follows from the ranks' messages; return True if that is anything."""
@@ -425,9 +426,10 @@ class Group:
 
     def _blocked_on(self) -> str:
         """Return the name of the collective that blocks this rank's program, as far as can be known."""
-        if not self._waiting:
+        waits = list(self._waiting.items())
+        if not waits:
             return ""
-        name, since = next(iter(self._waiting.items()))
+        name, since = waits[0]
         has_one_thread = sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1
         return name if has_one_thread or time.monotonic() - since > THREADS_S else ""
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 import dualdist as dd
 from dualdist.errors import CollectiveError, MismatchError, NotInitializedError, UsageError
 
+PAUSE_S = 0.3
+"""By which one of two threads begins later than the other."""
 SHUTDOWN_S = 0.3
 """Limit of the fastest of three shutdowns, on busy cores."""
 
@@ -199,50 +202,63 @@ def join_completes_the_ranks_pending_collectives() -> None:
         assert lone.wait().item() == min(2, dd.size())
 
 
-def in_two_threads(act: Callable[[int], object]) -> list[str]:
-    """Act many times in each of two threads; return the errors that ended them."""
+def in_threads(*calls: Callable[[], object], pause_s: float = 0.0) -> list[str]:
+    """Run each call in a thread of its own, begun one after the other; return the errors."""
     errors = []
 
-    def run(thread: int) -> None:
+    def run(call: Callable[[], object]) -> None:
         try:
-            for _ in range(300):
-                act(thread)
+            call()
         except CollectiveError as error:
             errors.append(f"{error}")
 
-    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()
+        time.sleep(pause_s)
     for thread in threads:
         thread.join()
     return errors
 
 
 @law_alone
-def calls_of_two_threads_are_paired_by_name_or_group_or_refused_on_every_rank() -> None:
-    backend, groups = dd.backend(), [dd.new_group([*ranks()]) for _ in range(2)]
+def calls_of_two_threads_are_paired_by_name_or_group() -> None:
+    groups = [dd.new_group([*ranks()]) for _ in range(2)]
 
     def check(thread: int, **options: Any) -> None:
-        assert dd.allreduce(torch.tensor(thread + 1.0), "sum", **options).item() == (thread + 1) * dd.size()
+        for _ in range(100):
+            assert dd.allreduce(torch.tensor(thread + 1.0), "sum", **options).item() == (thread + 1) * dd.size()
 
-    assert in_two_threads(lambda thread: check(thread, name=f"of thread {thread}")) == []
-    assert in_two_threads(lambda thread: check(thread, group=groups[thread])) == []
+    of_names = in_threads(*[partial(check, thread, name=f"of thread {thread}") for thread in range(2)])
+    of_groups = in_threads(*[partial(check, thread, group=groups[thread]) for thread in range(2)])
+    assert (of_names, of_groups) == ([], [])
+
+
+@law_alone
+def calls_without_names_and_backwards_of_two_threads_are_refused_on_every_rank() -> None:
     if dd.size() == 1:
         return
-    errors = in_two_threads(lambda thread: dd.allreduce(torch.ones(2)))
-    assert len(errors) == 2
-    assert all("another thread waits for" in error and "dd.new_group()" in error for error in errors), errors
-    dd.shutdown()
-    reopen(backend)
-    models = [nn.Linear(300, 300) for _ in range(2)]
+    backend, is_last = dd.backend(), dd.rank() == dd.size() - 1
+    models = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    reduce: Callable[[], object] = lambda: dd.allreduce(torch.ones(2))  # noqa: E731
+
+    def require(words: str, *calls: Callable[[], object]) -> None:
+        """Let all ranks but the last one make both calls at the same time: the first one waits for the last rank."""
+        time.sleep(is_last)
+        errors = in_threads(*(calls[:1] if is_last else calls), pause_s=PAUSE_S)
+        after = in_threads(reduce)
+        assert after
+        assert all(words in error for error in [*errors, *after]), (errors, after)
+        dd.shutdown()
+        reopen(backend)  # or the process would end with an error
+
+    require("another thread waits for", reduce, reduce)
     for model in models:
         dd.broadcast_parameters(model)
     wrapped = [dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.0)) for model in models]
-    errors = in_two_threads(lambda thread: models[thread](torch.ones(8, 300)).sum().backward())
-    assert len(errors) == len(wrapped)
-    assert all("two threads run backward()" in error for error in errors), errors
-    dd.shutdown()
-    reopen(backend)  # or the process would end with an error
+    backwards = [lambda model=model: model(torch.ones(8, 3)).sum().backward() for model in models]
+    require("two threads run backward()", *backwards)
+    assert len(wrapped) == len(models)  # kept until here
 
 
 @law_alone
