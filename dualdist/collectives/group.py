@@ -470,12 +470,16 @@ class Group:
             )
         if self.backend.messenger is not None:
             self.backend.messenger.close()
-        self._parent.close()
-        for channel in filter(None, (self.channel, self._gradients)):
-            channel.close()
-        for handle in self._pending.values():
-            handle.fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
-        self._cycle, self.channel.source = None, None  # with which the memory of the host would wait for the collector
+        try:
+            self._parent.close()
+        except CollectiveError as error:
+            raise self._described(error, "dd.shutdown") from error.__cause__
+        finally:
+            for channel in filter(None, (self.channel, self._gradients)):
+                channel.close()
+            for handle in self._pending.values():
+                handle.fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
+            self._cycle, self.channel.source = None, None  # else the memory of the host would wait for the collector
 
 
 def _is_numbered(request: CollectiveRequest) -> bool:

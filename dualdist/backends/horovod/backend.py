@@ -29,6 +29,7 @@ from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
     CollectiveError,
+    CollectiveTimeoutError,
     MismatchError,
     NotInitializedError,
     RankLostError,
@@ -361,9 +362,9 @@ def start_on_gloo(context: InitContext) -> HorovodBackend:
 
     def leave() -> None:
         """Shut down the engine, with those of the other ranks; their programs continue."""
-        late = f"Horovod could not shut down within {context.timeout_s:g} s: another rank does not answer"
+        late = f"Horovod could not shut down within {context.timeout_s:g} s"
         with server:
-            call_within(context.timeout_s, hvd.shutdown, lambda: RankLostError(late))
+            call_within(context.timeout_s, hvd.shutdown, lambda: CollectiveTimeoutError(late))
 
     return _over_all(hvd, "gloo", context, leave, lambda: temporary_variables(environ, settings))
 
