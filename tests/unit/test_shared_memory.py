@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from dualdist.backends.native.store import TcpStore
 from dualdist.backends.shm.host import HostRanks, connect_host, memory_bytes
 from dualdist.backends.shm.segment import open_segment, unavailable_reason
-from dualdist.errors import BackendUnavailableError
+from dualdist.errors import BackendUnavailableError, RendezvousError
 from dualdist.utils import extension
 from dualdist.utils.deadline import Deadline
 
@@ -67,6 +68,26 @@ def test_all_ranks_hear_that_there_is_no_room(in_processes: InProcesses) -> None
     first, second = in_processes(2, attach_to_too_much)
     assert first == second
     assert str(FOLDER) in first
+
+
+def attach_without_files(place: int, store: TcpStore, own: int, size: int) -> str:
+    """Attach; the process of this place may open one file, a socket, but not those that it is sent."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if own == place:
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        with pytest.raises(RendezvousError) as caught:
+            open_segment(store, "key", own, size, PAIR_BYTES, Deadline(TIMEOUT_S))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return str(caught.value)
+
+
+def test_a_process_that_may_open_no_more_files_says_so(in_processes: InProcesses) -> None:
+    first, second = in_processes(2, partial(attach_without_files, 1))
+    assert "a rank of this host ended" in first
+    assert "Too many open files; allow more of them by ulimit -n" in second
 
 
 def hold(port: int, pipe: Connection) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
+import os
 import resource
 import sys
 from collections import deque
@@ -587,9 +589,12 @@ def start(context: InitContext) -> NativeBackend:
     try:
         backend._groups()
     except (RuntimeError, CollectiveError) as error:
+        reason = first_line(error)
+        advice = f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
+        if os.strerror(errno.EMFILE) in reason:
+            advice = f"allow {needed_open_files(size)} open files and more by ulimit -n"
         raise RendezvousError(
-            f"rank {rank} of {size} met the others, but torch could not connect them ({first_line(error)}): "
-            f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
+            f"rank {rank} of {size} met the others, but torch could not connect them ({reason}): {advice}"
         ) from error
     group_hook = sys.excepthook
 

@@ -17,6 +17,7 @@ cores it may run: there is no point in spinning on the core of the process that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import mmap
@@ -121,8 +122,10 @@ def _create(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, 
         store.set(key, token)
         try:
             use = _send_files(files, listener, size - 1, deadline)
-        except OSError as error:
+        except TimeoutError as error:
             raise _timeout_error(size, deadline) from error
+        except OSError as error:
+            raise RendezvousError(f"cannot share memory with the ranks of this host: {_reason(error)}") from error
     return _prepared(segment, use)
 
 
@@ -188,14 +191,20 @@ def _attach(store: Store, key: str, index: int, size: int, deadline: Deadline) -
             if _user_of(peer) != os.getuid():
                 raise RendezvousError("another user offers the memory of this host's first rank")
             _, files, _, _ = socket.recv_fds(peer, 1, 2)
+            if len(files) < 2:  # the kernel drops those for which this process has no room
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             segment = SharedSegment(files[0], files[1], index, size)
             peer.sendall(json.dumps(_offer()).encode())
             use = peer.recv(MAX_MESSAGE_BYTES)
             if not use:
                 raise RendezvousError("the first rank of this host ended while the others attached to its memory")
-        except (OSError, IndexError) as error:
-            raise RendezvousError(f"cannot attach to the memory of this host's first rank ({error})") from error
+        except OSError as error:
+            raise RendezvousError(f"cannot attach to the memory of this host's first rank: {_reason(error)}") from error
     return _prepared(segment, json.loads(use))
+
+
+def _reason(error: OSError) -> str:
+    return f"{error}{'; allow more of them by ulimit -n' if error.errno == errno.EMFILE else ''}"
 
 
 def _offer() -> tuple[bool, list[int]]:
