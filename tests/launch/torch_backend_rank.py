@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -361,8 +362,27 @@ def what_it_does_not_move_is_refused_by_name() -> None:
 
 
 @law
+def the_limit_of_one_thread_leaves_what_another_one_began_before() -> None:
+    """Its group is out of step afterwards."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    given = torch.full((2,), 1.0 + me())
+    if me() == 0:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=1.5)
+        work = dist.all_reduce(given, group=group, async_op=True)
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(lambda: raises(group.allreduce([torch.ones(2)], options).wait, "of 1.5 s has passed"))
+            work.wait()
+            late.result()
+    else:
+        time.sleep(3)
+        dist.all_reduce(given, group=group)
+    assert given.tolist() == [sum(rank + 1.0 for rank in ranks())] * 2
+
+
+@law
 def a_late_rank_is_named() -> None:
-    """Last, as its group is out of step afterwards."""
+    """Its group is out of step afterwards."""
     group = dist.new_group(timeout=timedelta(seconds=1.5))
     if me() == 0:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
