@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dualdist.backends.arithmetic import Op
 from dualdist.backends.base import Backend
@@ -43,8 +44,11 @@ from dualdist.errors import UsageError
 from dualdist.utils.suggest import require_choice, type_name
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+T = TypeVar("T")
 
 WRAPPER = "_dualdist_wrapper"  # the attribute of a wrapped optimizer
+COPY = "_dualdist_copy"  # and of a copy of it, or a pickled one, which reduces nothing until it is wrapped
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()  # in which optimizers were wrapped
 
 
 def wrap_optimizer(
@@ -80,6 +84,8 @@ def wrap_optimizer(
     if group.size > 1 and config.compares_start:
         _require_outside_ddp(optimizer)
     unwrap_optimizer(optimizer)  # from an earlier session
+    optimizer.__dict__.pop(COPY, None)
+    _groups.add(group)
     if group.size == 1 and config.op == "adasum":
         config = replace(config, op="mean")
     reference = weakref.ref(optimizer)  # Note [ownership]
@@ -230,7 +236,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-    """Hook the reducer to the optimizer's steps, zero_grad and add_param_group; not copied or pickled."""
+    """Hook the reducer to the optimizer's steps, zero_grad and add_param_group; copies and pickles have none of it."""
     add_param_group, zero_grad = _weakly(optimizer.add_param_group), _weakly(optimizer.zero_grad)
 
     @functools.wraps(optimizer.add_param_group)
@@ -244,11 +250,16 @@ def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
         zero_grad()(*args, **kwargs)
         reducer.reset_step()  # also after a skipped step, as by GradScaler after an overflow
 
+    get_state = _weakly(optimizer.__getstate__)
+
+    def mark_copy() -> dict[str, Any]:
+        return {**get_state()(), COPY: True}
+
     for function in (add_and_reduce, zero_and_reset):
         del function.__wrapped__  # the optimizer's method: Note [ownership]
     reference = weakref.ref(optimizer)
     sharding = StateSharding(reducer, optimizer) if reducer.config.shard else None
-    attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_reset}
+    attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_reset, "__getstate__": mark_copy}
 
     def unwrap() -> None:
         if unshard is not None:
@@ -274,10 +285,22 @@ def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
         setattr(optimizer, name, value)  # on this object, not on its class
 
 
-def _weakly(method: Callable[..., None]) -> Callable[[], Callable[..., None]]:
+def _refuse_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise UsageError in the step of a copy, which would be one on this rank's own gradients."""
+    if COPY in optimizer.__dict__ and any(group.is_open and group.size > 1 for group in _groups):
+        raise UsageError(
+            "this optimizer is a copy of one that dd.wrap_optimizer wrapped, and reduces no gradients: call "
+            "dd.wrap_optimizer(copy) on every rank; to train it on one rank, load its state_dict() into a new optimizer"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_copy)
+
+
+def _weakly(method: Callable[..., T]) -> Callable[[], Callable[..., T]]:
     """Return a function that returns a method of the optimizer, or a function that took its place."""
     if isinstance(method, MethodType):
-        return cast(Callable[[], Callable[..., None]], weakref.WeakMethod(method))
+        return cast(Callable[[], Callable[..., T]], weakref.WeakMethod(method))
     return lambda: method
 
 

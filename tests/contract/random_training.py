@@ -1,24 +1,28 @@
 """Train a random model in a random way on all ranks, and compare each step with plain torch on all ranks' batches.
 
 A seed gives the same program on every rank: its layers, of which some ranks may leave some out, the optimizer, the
-arguments of dd.wrap_optimizer, hooks of parameters, checkpointed layers, accumulation and clipping.
+arguments of dd.wrap_optimizer, hooks of parameters, checkpointed layers, accumulation and clipping. In most programs
+one rank does in one step what the others do not: either it is an error on every rank by the next step, or it changes
+nothing.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import random
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from contract.oracle import assert_same_everywhere
+from contract.oracle import assert_same_everywhere, raises
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dualdist as dd
-from dualdist.errors import UsageError
+from dualdist.errors import CollectiveError, DriftError, MismatchError, NotInitializedError, UsageError
 
 STEPS = 3
 # In float64. Other orders of a sum differ by 1e-16; Adam and Adagrad divide by roots that are near 1e-8 at times.
@@ -32,6 +36,13 @@ OPTIMIZERS: Sequence[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = (
     (torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
     (torch.optim.Adagrad, {"lr": 1e-2}),
 )
+
+
+# What one rank does: other options from the start, another learning rate, no step; a backward that raises and is
+# run again, a forked child, a copy of the optimizer.
+MUST_FAIL: Mapping[str, str] = {"option": "weight_decay of", "rate": "lr of", "skip": "left out a step"}
+MAY_FAIL = {**MUST_FAIL, "exception": "the gradients of a backward inside of another"}
+APART = (*MAY_FAIL, "fork", "copy")
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,9 @@ class Program:
     has_groups: bool
     sets_none: bool
     clears_model: bool
+    apart: str  # what only one rank does: APART, or ""
+    apart_rank: int
+    apart_step: int
 
 
 def draw(seed: int, size: int) -> Program:
@@ -87,22 +101,27 @@ def draw(seed: int, size: int) -> Program:
         # That backward counts, and the reduction comes before the last one: what a hook halves later is the mean.
         layers = [replace(layer, hook="") if layer.skipped_by else layer for layer in layers]
     optimizer, arguments = rng.choice(OPTIMIZERS)
+    apart = ("", *APART)[seed % (1 + len(APART))] if size > 1 else ""
     cap = rng.choice((0.0005, 0.01, 25))
     options = {"op": op, "accumulate": accumulate, "bucket_cap_mb": cap}
     options |= {"first_bucket_mb": rng.choice((cap, 0.0005)), "gradient_as_bucket_view": flip(0.7)}
     options |= {"gradient_predivide_factor": 2.0} if flip(0.2) else {}
     options |= {"check_every": 2} if flip(0.2) else {}
+    options |= {"check_every": 1} if apart == "rate" else {}
     return Program(
         seed=seed,
         layers=layers,
         optimizer=optimizer,
         arguments=arguments,
         options=options,
-        clip=rng.choice((None, None, 0.1)),
+        clip=None if apart == "exception" else rng.choice((None, None, 0.1)),  # of gradients that are not reduced
         width=rng.choice((4, 16)),
         has_groups=flip(),
         sets_none=flip(0.7),
         clears_model=flip(0.3),
+        apart=apart,
+        apart_rank=rng.randrange(size),
+        apart_step=0 if apart == "option" else rng.randrange(STEPS - 1),
     )
 
 
@@ -220,11 +239,88 @@ def compare(program: Program, what: str, found: Sequence[Any], expected: Sequenc
             torch.testing.assert_close(mine.detach(), right.detach(), rtol=RTOL, atol=ATOL, msg=text)
 
 
+class OwnError(Exception):
+    """Of the program, on one rank."""
+
+
+def use_child() -> None:
+    """Let a child reduce, as a library might that forks; it must be told that it is no rank."""
+    child = os.fork()
+    if not child:
+        try:
+            dd.allreduce(torch.full((2,), 100.0))
+        except NotInitializedError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def use_copy(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Let a copy step, which must be refused, and compute gradients that are not reduced."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of hooks that it does not copy
+        other, steps = copy.deepcopy((model, optimizer))
+    other.loss(0, 0).backward()
+    raises(UsageError, steps.step, "a copy of one that dd.wrap_optimizer wrapped")
+
+
+class Apart:
+    """What one rank does in one step, as the program says, and the others do not."""
+
+    def __init__(self, program: Program, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self._program, self._model, self._optimizer = program, model, optimizer
+        self._is_mine = dd.rank() == program.apart_rank
+        self._must_raise = False
+        if self._is_mine and program.apart == "option":
+            optimizer.param_groups[0]["weight_decay"] += 0.125
+        if self._is_mine and program.apart == "exception":
+            model.first.weight.register_hook(self._raise)
+
+    def _raise(self, grad: torch.Tensor) -> None:
+        if self._must_raise:
+            self._must_raise = False
+            raise OwnError
+
+    def begin(self, step: int) -> None:
+        if not self._is_mine or step != self._program.apart_step:
+            return
+        self._must_raise = True
+        if self._program.apart == "fork":
+            use_child()
+        elif self._program.apart == "copy":
+            use_copy(self._model, self._optimizer)
+        elif self._program.apart == "rate":
+            self._optimizer.param_groups[-1]["lr"] *= 2
+
+    def backwards(self, step: int) -> None:
+        """Compute gradients, again after the program's own exception."""
+        for _ in range(2):
+            clear(self._optimizer, self._model, self._program)
+            try:
+                return backwards(self._model, self._program, dd.rank(), step)
+            except OwnError:
+                pass
+
+    def step(self, step: int) -> None:
+        if not (self._program.apart == "skip" and self._is_mine and step == self._program.apart_step):
+            self._optimizer.step()
+
+    def is_right(self, step: int, *, after_step: bool) -> bool:
+        """Return True if numbers are those of one process; the others end in an error."""
+        if self._program.apart == "exception" and step == self._program.apart_step:
+            return after_step  # until then the other ranks' gradients are their own
+        return self._program.apart not in MUST_FAIL or step < self._program.apart_step
+
+
 def train(seed: int) -> None:
     """Train the program of this seed by dualdist, and compare gradients and parameters of every step."""
     program = draw(seed, dd.size())
     try:
         train_program(program)
+    except (CollectiveError, DriftError, MismatchError) as error:
+        if program.apart not in MAY_FAIL or MAY_FAIL[program.apart] not in str(error):
+            raise
+        dd.shutdown()
     except UsageError as error:  # where the backward of a layer that is entered again would be summed twice
         is_entered_again = any(layer.reentrant for layer in program.layers)
         if program.options["op"] != "sum" or not is_entered_again or "use_reentrant=False" not in str(error):
@@ -239,17 +335,21 @@ def train_program(program: Program) -> None:
     alone = Alone(model, program)
     register_hooks(model, program, ("before", "tensor"))
     optimizer = make_optimizer(model, program)
+    apart = Apart(program, model, optimizer)
     dd.wrap_optimizer(optimizer, **program.options)
     register_hooks(model, program, ("after",))
     for step in range(STEPS):
-        clear(optimizer, model, program)
-        backwards(model, program, dd.rank(), step)
+        apart.begin(step)
+        apart.backwards(step)
         expected = alone.backwards(step)
-        compare(program, f"step {step}: gradient", [param.grad for param in model.parameters()], expected, names)
+        if apart.is_right(step, after_step=False):
+            compare(program, f"step {step}: gradient", [param.grad for param in model.parameters()], expected, names)
         for one in (model, alone.models[0]):
             if program.clip is not None:
                 nn.utils.clip_grad_norm_(one.parameters(), program.clip)
-        optimizer.step()
+        apart.step(step)
         alone.optimizer.step()
-        compare(program, f"step {step}: value", list(model.parameters()), list(alone.models[0].parameters()), names)
+        if apart.is_right(step, after_step=True):
+            compare(program, f"step {step}: value", list(model.parameters()), list(alone.models[0].parameters()), names)
+    assert program.apart not in MUST_FAIL, f"no error: {program}"
     assert_same_everywhere(model)

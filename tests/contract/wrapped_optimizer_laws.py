@@ -28,6 +28,7 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
+from dualdist.errors import UsageError
 
 
 @law
@@ -197,7 +198,7 @@ def step_hooks_run_once_and_see_the_new_parameters() -> None:
 
 
 @law
-def wrapping_keeps_the_object_and_copies_are_not_wrapped() -> None:
+def wrapping_keeps_the_object_and_copies_are_refused_until_they_are_wrapped() -> None:
     """A checkpoint loads into a plain optimizer, and back."""
     for wrap, make in ((by_hvd(), sgd), (by_dd(), lambda model: torch.optim.Adam(model.parameters(), lr=0.01))):
         model, alone = net(), net()
@@ -224,14 +225,14 @@ def wrapping_keeps_the_object_and_copies_are_not_wrapped() -> None:
             assert type(found) is type(optimizer)
             for name in ("synchronize", "_parameter_names", "_dualdist_wrapper", "op"):
                 assert not hasattr(found, name), name
-            weight = found.param_groups[0]["params"][0]
-            before = weight.detach().clone()
-            found.zero_grad()
-            (weight * (dd.rank() + 1)).sum().backward()
-            assert torch.equal(weight.grad, torch.full_like(weight, dd.rank() + 1.0)), "not reduced"
-            found.step()
-            assert not torch.equal(weight, before)
+            if dd.size() > 1:
+                raises(UsageError, found.step, "a copy of one that dd.wrap_optimizer wrapped")
             found.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+            weight = dd.wrap_optimizer(found).param_groups[0]["params"][0]
+            found.zero_grad()
+            (weight * dd.rank()).sum().backward()
+            assert torch.equal(weight.grad, torch.full_like(weight, (dd.size() - 1) / 2))
+            found.step()
         optimizer.zero_grad()
         loss_of(model, dd.rank(), 1).backward()
         assert_close(gradients(model), mean_gradients(model, (1,)))

@@ -120,7 +120,8 @@ def judge(cell: Cell, chaos: Chaos, fault: str, seen: Sequence[Seen], outcomes: 
         return [*problems, "the fault was not reached"]
     has_ended_first = all(each.find("shutdown") for rank, each in enumerate(seen) if rank != chaos.rank)
     if fault in BRIEF or has_ended_first:
-        return [*problems, *judge_whole(seen, outcomes if fault in BRIEF else ())]
+        whole = [each for rank, each in enumerate(seen) if fault in BRIEF or rank != chaos.rank]
+        return [*problems, *judge_whole(whole, outcomes)]
     others = [rank for rank in range(cell.size) if fault == "cut" or rank != chaos.rank]
     raised = [rank for rank in others if "error" in seen[rank].last]
     for rank in raised:
