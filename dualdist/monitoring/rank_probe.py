@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -308,8 +308,7 @@ def report_timeout(probe: RankProbe, ranks: Sequence[int], what: str, reason: st
     try:
         result = probe.ask_store(QUERY_S, probe.query)
     except (RendezvousError, TimeoutError):
-        processes = {rank: probe.processes[rank] for rank in ranks}
-        stopped = [rank for rank, each in processes.items() if each is not None and each.state() in NOT_RUNNING]
+        stopped = _ranks_in(NOT_RUNNING, probe, ranks)
         return format_report(what, reason, [], inspect_silent(stopped, probe.processes), is_store_there=False)
     missing = [rank for rank in ranks if rank not in result.answered()]
     positions = [
@@ -326,11 +325,16 @@ def report_timeout(probe: RankProbe, ranks: Sequence[int], what: str, reason: st
 
 def find_lost_ranks(probe: RankProbe, ranks: Sequence[int]) -> list[int]:
     """Return the ranks whose processes have exited, or else those that do not answer."""
+    try:
+        return _ranks_in([ENDED], probe, ranks) or find_silent_ranks(probe, ranks)
+    except (RendezvousError, TimeoutError):  # the store, too, which may be one of theirs
+        return _ranks_in(NOT_RUNNING, probe, ranks)
+
+
+def _ranks_in(states: Container[str], probe: RankProbe, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of this host whose processes are in one of these states."""
     processes = {rank: probe.processes[rank] for rank in ranks}
-    exited = [rank for rank, process in processes.items() if process is not None and process.state() == ENDED]
-    with contextlib.suppress(RendezvousError, TimeoutError):
-        return exited or find_silent_ranks(probe, ranks)
-    return []
+    return [rank for rank, process in processes.items() if process is not None and process.state() in states]
 
 
 def find_silent_ranks(probe: RankProbe, ranks: Sequence[int]) -> list[int]:
