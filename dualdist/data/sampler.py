@@ -27,6 +27,7 @@ from dualdist.utils.suggest import format_by_rank, type_name
 
 Remainder = Literal["drop", "pad", "uneven"]
 SHOWN_INDICES = 3
+LISTED_INDICES = 1 << 16  # that are numbers of Python at a time
 COMPARED = "compared samplers"  # key in a session's extras: the samplers whose epoch is known to be every rank's
 
 
@@ -61,13 +62,13 @@ class EpochShare:
         position = self.start + done * self.size
         return position if self.count is None else min(position, self.count)
 
-    def indices(self, order: torch.Tensor) -> list[int]:
+    def indices(self, order: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the order, padded from the beginning of the epoch if so configured."""
-        indices: list[int] = order[self.start :][self.rank :: self.size][: len(self)].tolist()
-        if len(indices) < len(self):
-            missing = self.rank - (len(order) - self.start) % self.size
-            indices.append(int(order[missing % len(order)]))
-        return indices
+        indices = order[self.start :][self.rank :: self.size][: len(self)]
+        if len(indices) == len(self):
+            return indices.clone()  # without the whole order
+        missing = self.rank - (len(order) - self.start) % self.size
+        return torch.cat([indices, order[missing % len(order)].view(1)])
 
 
 class Sampler(torch.utils.data.Sampler[int]):
@@ -271,8 +272,9 @@ class Sampler(torch.utils.data.Sampler[int]):
         wrong += [name for name in ("epoch", "position") if name not in wrong and state[name] < 0]
         return f"{', '.join(f'{name} is {state[name]!r}' for name in wrong)}" if wrong else ""
 
-    def _indices(self, indices: list[int], iteration: int) -> Iterator[int]:
-        yield from indices
+    def _indices(self, indices: torch.Tensor, iteration: int) -> Iterator[int]:
+        for part in indices.split(LISTED_INDICES):
+            yield from part.tolist()
         self._exhausted = iteration
 
     def _require_recorded(self) -> None:
@@ -326,10 +328,11 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     def _order(self) -> torch.Tensor:
         assert self.count is not None, "an IterableDataset has its own order"
+        dtype = torch.int32 if self.count <= torch.iinfo(torch.int32).max else torch.int64  # the same numbers
         if not self.shuffle:
-            return torch.arange(self.count, device="cpu")
+            return torch.arange(self.count, dtype=dtype, device="cpu")
         generator = torch.Generator().manual_seed(self.seed + self._epoch)  # as torch's DistributedSampler
-        return torch.randperm(self.count, generator=generator, device="cpu")
+        return torch.randperm(self.count, generator=generator, dtype=dtype, device="cpu")
 
     def _seek(self, epoch: int, position: int) -> None:
         """Split the samples from this position on among the current ranks."""

@@ -303,6 +303,14 @@ def inspect_silent(ranks: Sequence[int], processes: Sequence[ProcessIdentity | N
     return found
 
 
+def describe_ended(processes: Sequence[ProcessIdentity | None]) -> str:
+    """Return which ranks of this host do not run, and what happened to their processes, or ""."""
+    states = [(rank, process, process.state()) for rank, process in enumerate(processes) if process is not None]
+    return "; ".join(
+        f"rank {rank}: its process {process.pid} {state}" for rank, process, state in states if state in NOT_RUNNING
+    )
+
+
 def report_timeout(probe: RankProbe, ranks: Sequence[int], what: str, reason: str) -> str:
     """Return the error message of an operation of these ranks, once every rank of the job has printed it."""
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dualdist.backends import registry
 from dualdist.backends.registry import AUTO, NATIVE, BackendSpec
-from dualdist.errors import BackendUnavailableError, DualdistError, UsageError
+from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, UsageError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous.address_exchange import BroadcastAddressExchange
 from dualdist.rendezvous.backend_selection import Print, describe_choice, matching_choice, select_backend, select_device
@@ -169,7 +169,15 @@ def _open_over_store(spec: BackendSpec, config: SessionConfig) -> Session:
         config = replace(config, key=key)
     config = replace(config, topology=with_location(config.topology, locations))
     context = config.context(config.topology)
-    backend = spec.start(replace(context, locations=locations, store=store, interface=interface))
+    try:
+        backend = spec.start(replace(context, locations=locations, store=store, interface=interface))
+    except RendezvousError as error:
+        from dualdist.monitoring.rank_probe import describe_ended
+
+        ended = describe_ended(_processes(locations, config.topology.rank))
+        if not ended:
+            raise
+        raise RendezvousError(f"{error}; {ended}") from error.__cause__
     return _start_session(backend, store, config, locations)
 
 
@@ -209,11 +217,7 @@ def _start_session(
     if topology.size == 1:
         store = None
     hosts = tuple(location.host for location in locations)
-    own_host = hosts[topology.rank]
-    processes = [  # None for ranks on other hosts
-        process_state.ProcessIdentity.loads(each.process) if each.process and each.host == own_host else None
-        for each in locations
-    ]
+    processes = _processes(locations, topology.rank)
     opened: list[Callable[[], None]] = [backend.close]
     try:
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
@@ -229,6 +233,16 @@ def _start_session(
         raise
     world = Group(operations, monitor, timeout_s, backend)
     return Session(world, topology, config.device(topology), timeout_s, hosts, store, key)
+
+
+def _processes(locations: Sequence[RankLocation], rank: int) -> list[process_state.ProcessIdentity | None]:
+    """Return the processes of all ranks, None for those on other hosts than this rank."""
+    return [
+        process_state.ProcessIdentity.loads(each.process)
+        if each.process and each.host == locations[rank].host
+        else None
+        for each in locations
+    ]
 
 
 def share_messages(backend: Backend, store: Store | None, key: str, hosts: Sequence[int], timeout_s: float) -> None:

@@ -39,7 +39,7 @@ def test_an_epoch_is_split_like_distributed_sampler(
     for rank, share in enumerate(shares(count, 0, size, "drop" if drop else "pad")):
         oracle = DistributedSampler(range(count), size, rank, shuffle, 3, drop)  # type: ignore[arg-type]
         oracle.set_epoch(epoch)
-        assert share.indices(order) == list(oracle)
+        assert share.indices(order).tolist() == list(oracle)
         assert len(share) == len(share.indices(order))
 
 
@@ -62,7 +62,7 @@ def test_each_sample_is_seen_once_when_the_number_of_ranks_changes(
             done = len(ranks[0])
         # Step by step all ranks together take the next piece of the order, whatever their number.
         for step in range(0, done, batch):
-            taken = [sample for share in ranks for sample in share.indices(order)[step : step + batch]]
+            taken = [sample for share in ranks for sample in share.indices(order).tolist()[step : step + batch]]
             piece = order[position + step * size :][: min(batch, done - step) * size].tolist()
             repeated = len(taken) - len(piece)
             assert repeated == 0 or (remainder == "pad" and step + batch >= len(ranks[0]))
