@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -41,6 +41,7 @@ from dualdist.utils.suggest import type_name
 
 T = TypeVar("T")
 SHOWN = 3  # names, in an error
+PIECE_BYTES = 1 << 24  # of what is copied into one buffer to be broadcast
 GROUP_PARAMS = itemgetter("params")
 STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 Dumps = Callable[[Any], bytes]
@@ -268,17 +269,33 @@ def _move_to(device: torch.device, state: Any) -> Any:
 
 
 def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> Stages[None]:
-    """Broadcast many tensors in one flat buffer per device and dtype; root's are not written."""
+    """Broadcast many tensors, small ones together in a buffer, large ones where they are; root's are not written."""
+    for number, piece in enumerate(_pieces(tensors)):
+        if len(piece) == 1 and piece[0].is_contiguous():
+            yield backend.broadcast_(as_bytes(piece[0]), root, f"{name}.{number}")
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+        yield backend.broadcast_(as_bytes(flat), root, f"{name}.{number}")
+        if backend.rank != root:
+            for tensor, values in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
+                copy_to_(tensor, values)
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors in pieces of one device and dtype and of PIECE_BYTES or one tensor, the same on all ranks."""
 
     def kind(tensor: torch.Tensor) -> tuple[str, str]:
         return str(tensor.dtype), str(tensor.device)
 
-    for number, (_, members) in enumerate(groupby(sorted(tensors, key=kind), key=kind)):
-        group = [tensor.detach() for tensor in members if tensor.numel()]
-        if not group:
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        yield backend.broadcast_(as_bytes(flat), root, f"{name}.{number}")
-        if backend.rank != root:
-            for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-                copy_to_(tensor, piece)
+    for _, members in groupby(sorted(tensors, key=kind), key=kind):
+        piece: list[torch.Tensor] = []
+        nbytes = 0
+        for tensor in members:
+            if piece and nbytes + tensor.nbytes > PIECE_BYTES:
+                yield piece
+                piece, nbytes = [], 0
+            if tensor.numel():
+                piece.append(tensor.detach())
+                nbytes += tensor.nbytes
+        if piece:
+            yield piece
