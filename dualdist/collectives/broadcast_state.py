@@ -29,6 +29,7 @@ from dualdist.collectives.tensor_utils import (
     copy_to_,
     extract_tensors,
     find_tensors,
+    flatten,
     insert_tensors,
     map_nested,
     named_pairs,
@@ -271,10 +272,7 @@ def _move_to(device: torch.device, state: Any) -> Any:
 def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> Stages[None]:
     """Broadcast many tensors, small ones together in a buffer, large ones where they are; root's are not written."""
     for number, piece in enumerate(_pieces(tensors)):
-        if len(piece) == 1 and piece[0].is_contiguous():
-            yield backend.broadcast_(as_bytes(piece[0]), root, f"{name}.{number}")
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+        flat = flatten(piece)
         yield backend.broadcast_(as_bytes(flat), root, f"{name}.{number}")
         if backend.rank != root:
             for tensor, values in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):

@@ -103,6 +103,7 @@ def lazy_conjugation_and_negation_are_resolved_before_sending() -> None:
         (lambda t: dd.allreduce_(t, "sum"), sum(rank + 1 for rank in ranks())),
         (lambda t: dd.grouped_allreduce_([t, t.clone()], "sum"), sum(rank + 1 for rank in ranks())),
         (lambda t: dd.broadcast_(t, size - 1), size),
+        (lambda t: dd.broadcast_parameters({"lazy": t}, size - 1), size),
     ):
         memory = stored * (dd.rank() + 1)
         in_place(memory.conj())
