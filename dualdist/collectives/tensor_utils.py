@@ -38,9 +38,13 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all elements in one contiguous dimension; a single contiguous tensor is not copied."""
+    """Return all elements in one contiguous dimension, to work on; a single contiguous tensor is not copied.
+
+    Outside of inference mode torch changes no tensor that was made in it, so that one is copied.
+    """
     if len(tensors) == 1:
-        return plain_values(tensors[0]).contiguous().view(-1)
+        flat = plain_values(tensors[0]).contiguous().view(-1)
+        return flat.clone() if flat.is_inference() and not torch.is_inference_mode_enabled() else flat
     return torch.cat([plain_values(tensor).reshape(-1) for tensor in tensors])
 
 

@@ -124,7 +124,8 @@ def _arguments(
     if op != Average or True not in are_integers:
         return group, tensors, OPS[op], name, prescale, postscale
     if len(are_integers) > 1:
-        raise UsageError("integers and floats are averaged in different ways: reduce them in two calls")
+        what = "the tensors" if name is None else repr(name)
+        raise UsageError(f"{what}: integers and floats are averaged in different ways: reduce them in two calls")
     return group, tensors, "integer mean", name, prescale, postscale
 
 

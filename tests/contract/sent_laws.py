@@ -204,6 +204,7 @@ SAME: Mapping[str, Call] = {
     "allreduce async": lambda t, name: dd.allreduce(t, name=name, async_op=True).wait(),
     "allreduce_": lambda t, name: dd.allreduce_(t, name=name),
     "allreduce_ async": lambda t, name: dd.allreduce_(t, "max", name=name, async_op=True).wait(),
+    "allreduce_ scaled": lambda t, name: dd.allreduce_(t, prescale=2.0, postscale=0.5, name=name),
     "grouped_allreduce": lambda t, name: dd.grouped_allreduce([torch.ones(2), t], name=name)[1],
     "grouped_allreduce_": lambda t, name: dd.grouped_allreduce_([torch.ones(2), t], name=name)[1],
     "broadcast": lambda t, name: dd.broadcast(t, name=name),
@@ -231,11 +232,16 @@ OTHERS: Mapping[str, Call] = {
     "wrap_optimizer": wrap_optimizer,
 }
 CALLS = {**SAME, **OTHERS}
+# Where there is no tensor, these take None or other values, or torch itself refuses them.
+TAKES_OTHERS = ("alltoall splits", "broadcast_parameters", "broadcast_optimizer_state", "check_consistency")
+TAKES_OTHERS = (*TAKES_OTHERS, "save_checkpoint", "scatter", "wrap_optimizer")
 # What must not be refused: plain values in any memory, by these functions.
 ANY_MEMORY = ("plain", "transposed", "strided", "unaligned", "inference", "conj", "neg", "0-dim", "empty", "no columns")
 ANY_MEMORY = (*ANY_MEMORY, "leaf", "result", "parameter", "subclass", "bfloat16")
+ANY_ORDERED = tuple(kind for kind in ANY_MEMORY if kind != "conj")
 MUST_WORK = {
     *itertools.product(("allreduce mean", "allreduce_", "broadcast", "broadcast_", "allgather"), ANY_MEMORY),
+    *itertools.product(("allreduce", "allreduce_ async"), ANY_ORDERED),
     *itertools.product(("broadcast_parameters", "check_consistency", "broadcast_optimizer_state"), ANY_MEMORY),
     *(("broadcast_parameters", kind) for kind in ("expanded", *SPARSE)),
     *(("allreduce mean", kind) for kind in ("coo", "uncoalesced", "expanded", "windows")),
@@ -246,6 +252,8 @@ def try_draw(function: str, kind: str, odd_ranks: tuple[int, ...]) -> None:
     """Call the function on all ranks, of which some pass this kind of tensor."""
     if function == "wrap_optimizer" and not can_be_a_parameter(kind):
         return
+    if function in TAKES_OTHERS and kind in ("None", "list"):
+        return
     what = f"{function} of {kind} on {odd_ranks}"
     is_odd, call = dd.rank() in odd_ranks, CALLS[function]
     right = values_of(MAKE[kind]()) if kind in WORKING else plain()
@@ -254,7 +262,7 @@ def try_draw(function: str, kind: str, odd_ranks: tuple[int, ...]) -> None:
         outcome, error = "works", ""
     except (DualdistError, hvd.HorovodInternalError, ValueError) as raised:
         outcome, error = "refused", f"{raised}"
-        assert "odd" in error, f"{what}: {error}"
+        assert "odd" in error or "weight" in error, f"{what}: {error}"  # the other parameter of module_of()
     assert dd.allreduce(torch.ones(1), "sum").item() == dd.size(), what
     outcomes = dd.allgather_object((outcome, error))
     assert len({each for each, _ in outcomes}) == 1, f"{what}: {outcomes}"
