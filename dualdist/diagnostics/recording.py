@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import json
 import math
 import os
 import socket
 import struct
+import termios
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,14 +38,20 @@ INFO_BYTES, ACKED_AT, ACKED = 128, 120, "=Q"
 
 
 def tcp_bytes_sent() -> int:
-    """Return the acknowledged bytes of all open TCP connections; not those of shared memory, InfiniBand and NVLink."""
+    """Return the bytes that all open TCP connections were given; not those of shared memory, InfiniBand and NVLink.
+
+    They are those that the other side acknowledged and those that are under way: over a slow link a step may end before
+    its last ones arrived.
+    """
     total = 0
     for name in os.listdir(FOLDER):
         with contextlib.suppress(OSError):  # closed since, or not a socket of TCP
             if os.readlink(f"{FOLDER}/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-                total += struct.unpack_from(ACKED, info, ACKED_AT)[0] if len(info) == INFO_BYTES else 0
+                    if len(info) == INFO_BYTES:
+                        under_way = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+                        total += struct.unpack_from(ACKED, info, ACKED_AT)[0] + struct.unpack("=i", under_way)[0]
     return total
 
 

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ from dualdist.bench.slow_link import link_bytes_s, require_slow_link
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
-from dualdist.diagnostics.recording import Recorder
+from dualdist.diagnostics.recording import Recorder, tcp_bytes_sent
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
 from dualdist.utils.machine import CpuUse
@@ -389,3 +390,12 @@ def test_compressions_are_contenders() -> None:
     for wrong in ("powersgd", "powersgd:0", "topk:2", "fp8"):
         with pytest.raises(UsageError, match="powersgd:RANK"):
             choose_methods((wrong,), config)
+
+
+def test_bytes_that_have_not_arrived_yet_are_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        sender.setblocking(False)
+        before = tcp_bytes_sent()
+        given = sender.send(bytes(1 << 24))  # more than the receiver's buffer, from which nobody reads
+        assert given > 1 << 16
+        assert tcp_bytes_sent() - before in (given, given + 1)  # TCP counts the connection's begin as a byte
