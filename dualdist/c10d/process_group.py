@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from dualdist.engine.monitor import Monitor
 from dualdist.errors import CollectiveError, UnsupportedError, UsageError
 from dualdist.utils.deadline import stop_at_exit
 
+F = TypeVar("F", bound=Callable[..., Any])
 Tensors = list[torch.Tensor]
 Op: Any = dist.ReduceOp.RedOpType
 ProcessGroup: Any = dist.ProcessGroup  # with overloads for one tensor, which torch.distributed itself does not call
@@ -49,6 +50,26 @@ class GroupBackend:
     monitor: Monitor
     close: Callable[[], None]
     wait_budget_s: float  # Note [wait budget]
+
+
+def latched(method: F) -> F:
+    """Close the latch also if an interrupt comes before the operation begins.
+
+    The caller may be C++ code in the middle of several calls, such as DDP's when it forms new buckets: called again, it
+    would pair the first one with the second of the other ranks.
+    """
+
+    @functools.wraps(method)
+    def call(self: DualdistGroup, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (TypeError, ValueError):  # a wrong call, which all ranks make
+            raise
+        except BaseException as error:
+            self._channel.latch.fail(error, method.__name__)
+            raise
+
+    return cast(F, call)
 
 
 class DualdistGroup(ProcessGroup):  # type: ignore[misc]
@@ -97,6 +118,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     # Operations
 
+    @latched
     def allreduce(self, given: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
         tensors = [given] if isinstance(given, torch.Tensor) else given  # as DDP calls it in join()
         opts = opts or c10d.AllreduceOptions()
@@ -110,9 +132,11 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         is_sparse = any(tensor.is_sparse for tensor in tensors)
         return self._submit("allreduce", opts, [tensors], begin_sparse if is_sparse else begin)
 
+    @latched
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> GroupWork:
         return self.allreduce(tensors, opts)
 
+    @latched
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
         root = self._root(opts)
 
@@ -122,6 +146,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
         return self._submit("reduce", opts, [tensors], begin)
 
+    @latched
     def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
         root = self._root(opts)
 
@@ -130,31 +155,38 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
         return self._submit("broadcast", opts, [tensors], begin)
 
+    @latched
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
         def begin(into: Tensors, tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             return stored(self._gather_bytes(tensor, name), self._one_each(into, "allgather", tensor))
 
         return self._submit("allgather", opts, [outputs, inputs], begin)
 
+    @latched
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
         # outputs[rank][number], unlike in allgather
         return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
 
+    @latched
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
         return self._submit("allgather", opts, [outputs, inputs], self._gather_into)
 
+    @latched
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> GroupWork:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
+    @latched
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
         def begin(output: torch.Tensor, tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
             return self._reduce_scatter(output, copied(tensor), opts.reduceOp.op, name)
 
         return self._submit("reduce_scatter", opts, [outputs, inputs], begin)
 
+    @latched
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
+    @latched
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
         def begin(output: torch.Tensor, parts: Tensors, name: str) -> Operation[torch.Tensor]:
             joined = torch.cat([plain(each).reshape(-1) for each in parts])
@@ -162,6 +194,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
         return self._submit("reduce_scatter", opts, [outputs, inputs], begin)
 
+    @latched
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -173,10 +206,12 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         received, sent = self._row_sizes(output, output_splits), self._row_sizes(tensor, input_splits)
         return self._alltoall("alltoall", [output], [tensor], received, sent, opts)
 
+    @latched
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
         received, sent = [each.nbytes for each in outputs], [each.nbytes for each in inputs]
         return self._alltoall("alltoall", outputs, inputs, received, sent, opts)
 
+    @latched
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
         root = self._root(opts)
         targets = self._one_each(outputs[0], "gather", inputs[0]) if self.rank() == root else []
@@ -184,6 +219,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         sent = [inputs[0].nbytes if rank == root else 0 for rank in range(self.size())]
         return self._alltoall("gather", targets, inputs, received, sent, opts)
 
+    @latched
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
         root = self._root(opts)
         sources = self._one_each(inputs[0], "scatter", outputs[0]) if self.rank() == root else []
@@ -191,6 +227,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         received = [outputs[0].nbytes if rank == root else 0 for rank in range(self.size())]
         return self._alltoall("scatter", outputs, sources, received, sent, opts)
 
+    @latched
     def barrier(self, opts: Any = None) -> GroupWork:
         token = torch.zeros(1, dtype=torch.uint8)
         opts = opts or c10d.BarrierOptions()
@@ -218,6 +255,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         """Begin to collect operations: nothing to do, as they are finished in order."""
 
+    @latched
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         """Return work that is done once all operations before it are."""
         return self._submit("coalesced", c10d.BarrierOptions(), [[]], Completed)

@@ -155,6 +155,13 @@ def remember_names(pairs: Iterable[tuple[str, Any]]) -> None:
             setattr(value, NAME, name)
 
 
+def forget_names(params: Iterable[torch.Tensor]) -> None:
+    """Forget them, as a rank that joins the others has not seen them yet."""
+    for param in params:
+        if hasattr(param, NAME):
+            delattr(param, NAME)
+
+
 def spec(dtype: torch.dtype, shape: Sequence[int]) -> str:
     """Return dtype and shape as text: "float32(17, 3)"."""
     return f"{str(dtype).removeprefix('torch.')}{tuple(shape)}"

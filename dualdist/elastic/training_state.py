@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from dualdist.collectives.broadcast_state import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    optimizer_params,
 )
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
+from dualdist.collectives.tensor_utils import forget_names
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import get_wrapper, move_to_group
 from dualdist.errors import CheckpointError, UsageError
@@ -223,6 +226,7 @@ class State:
     def _rebind_optimizers(self) -> None:
         """Let the wrapped optimizers reduce in the new world group."""
         optimizers = [part for part in self._objects().values() if isinstance(part, torch.optim.Optimizer)]
+        forget_names(chain.from_iterable(map(optimizer_params, optimizers)))  # until sync()
         move_to_group(optimizers, session.current().world)
 
     def _listen(self) -> None:
