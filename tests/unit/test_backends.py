@@ -1,6 +1,8 @@
 """Decisions and failures of backends, without ranks: what is left of a failed one, waits, dtypes, pieces."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -137,3 +139,20 @@ def test_reductions_of_equal_booleans_do_not_overflow(op: ReduceOp, size: int) -
     mine = torch.tensor([True, False])
     assert reduce_rows(mine.repeat(size, 1), op).tolist() == [True, False]
     assert result_of(allreduce_(Crowd(size), mine, op, "test")).tolist() == [True, False]
+
+
+FAULT = """
+import ctypes, sys, threading, time
+from types import SimpleNamespace
+from dualdist.backends.mpi.world import end_beside_calls
+if sys.argv[1:]:
+    end_beside_calls(60, SimpleNamespace())
+threading.Thread(target=ctypes.CDLL(None).strlen, args=(ctypes.c_void_p(8),), daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(("words", "status"), [([], -11), (["stopped"], 0)])
+def test_a_thread_that_is_left_in_mpi_does_not_end_the_process(words: list[str], status: int) -> None:
+    """It faults, as where MPI_Finalize has unmapped what it polls."""
+    assert subprocess.run([sys.executable, "-c", FAULT, *words], check=False).returncode == status

@@ -204,6 +204,7 @@ class MpiBackend(Backend):
         self._calls.put(None)
         if self._running:  # MPI writes to their tensors, and uses the communicators: they stay until the process ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._running))
+            atexit.register(mpi_world.end_beside_calls, self.timeout_s, self.mpi.api)  # runs before MPI is finished
         elif self._comms:
             comms = self._comms
             self._within(lambda: [comm.Free() for comm in comms], "could not free a communicator")
