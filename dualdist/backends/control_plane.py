@@ -81,7 +81,11 @@ class AllgatherMessage(Message):
         reduced = reduce_rows(values.view(-1, *tensor.shape), "sum" if op == "mean" else op)
         if op == "mean":  # of a sum that has been rounded, as of larger tensors
             divide_(reduced, len(self._rows))
-        return tensor.copy_(reduced) if in_place else reduced
+        if not in_place:
+            return reduced
+        with torch.inference_mode(tensor.is_inference() or torch.is_inference_mode_enabled()):
+            tensor.detach().copy_(reduced)  # also where the tensor is a leaf of a graph
+        return tensor
 
 
 def allgather_object(backend: Backend, obj: T, name: str) -> Stages[list[T]]:
