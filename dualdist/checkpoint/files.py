@@ -2,18 +2,24 @@
 
 Note [seal]: a checkpoint is the zip archive that torch.save writes, with the SHA-256 of all bytes before the archive's
 comment as that comment. zip readers, torch.load among them, skip it; a truncated or altered file does not match.
+
+Note [mapped tensors]: the tensors of a file that is read are its pages, mapped, which take no memory of their own until
+they are copied into a program's tensors; release_pages() gives them back after that. No file is ever written to once it
+has its name, so they stay as they were verified, also if another rank of the machine maps them.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
 import io
+import mmap
 import os
 import re
 import secrets
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,6 +27,7 @@ import torch
 
 from dualdist.collectives.tensor_utils import check_tensor, find_tensors
 from dualdist.errors import CheckpointError, UnsupportedError, UsageError
+from dualdist.utils.network_interfaces import boot_id
 from dualdist.utils.regular_file import open_regular
 
 NAME = "checkpoint-{:08d}.pt"
@@ -40,6 +47,8 @@ DRAFTS = ".checkpoint-*.draft"
 SYNC_BYTES = 1 << 28
 # errno of file systems without hard links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+LIBC = ctypes.CDLL(None)
+Identity = tuple[str, int, int, int, int]  # see _identity_of
 
 
 class FileProgress:
@@ -56,10 +65,14 @@ class FileProgress:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint that was read, the newer ones in its folder, and why those were refused."""
+    """A checkpoint that was read, the newer ones in its folder, and why those were refused.
+
+    `content` is of mapped tensors: Note [mapped tensors]. `identity` is that of the file that was verified.
+    """
 
     path: Path
     content: dict[str, Any]
+    identity: Identity
     newer: tuple[Path, ...] = ()
     refused: tuple[str, ...] = ()
 
@@ -92,7 +105,7 @@ def read_newest(path: Path, progress: FileProgress) -> FoundCheckpoint | None:
     refused: list[str] = []
     try:
         if path.is_file():
-            return FoundCheckpoint(path, read(path, progress), _newer(path))
+            return replace(read(path, progress), newer=_newer(path))
         candidates = checkpoints(path)
         if not candidates and path.suffix == SUFFIX and not path.is_dir():
             raise FileNotFoundError(None, "there is no such file; pass a folder if there may be no checkpoint yet")
@@ -100,7 +113,8 @@ def read_newest(path: Path, progress: FileProgress) -> FoundCheckpoint | None:
         raise CheckpointError(f"cannot look for checkpoints in {path}: {reason(error)}") from error
     for number, candidate in enumerate(candidates):
         try:
-            return FoundCheckpoint(candidate, read(candidate, progress), tuple(candidates[:number]), tuple(refused))
+            found = read(candidate, progress)
+            return replace(found, newer=tuple(candidates[:number]), refused=tuple(refused))
         except CheckpointError as error:
             refused.append(str(error))
     if refused:
@@ -113,14 +127,13 @@ def _newer(path: Path) -> tuple[Path, ...]:
     return tuple(each for each in siblings if number_of(each) > number_of(path))
 
 
-def read(path: Path, progress: FileProgress) -> dict[str, Any]:
+def read(path: Path, progress: FileProgress) -> FoundCheckpoint:
     """Read and verify a file without running code from it; CheckpointError if it is not as it was written."""
     try:
         with io.BufferedReader(_CountingFile(path, progress)) as opened:
             file = cast(IO[bytes], opened)
             _require_seal(path, file)
-            file.seek(0)
-            content: Any = torch.load(file, map_location="cpu", weights_only=True)
+            content, identity = _mapped(file), _identity_of(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     except CheckpointError:
@@ -135,7 +148,35 @@ def read(path: Path, progress: FileProgress) -> dict[str, Any]:
     metadata, extra = (content.get(METADATA), content.get(EXTRA)) if isinstance(content, dict) else (None, None)
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT or not isinstance(extra, dict):
         raise CheckpointError(f"{path} is no checkpoint of this version of dualdist: expected format {FORMAT} in it")
-    return cast(dict[str, Any], content)
+    return FoundCheckpoint(path, cast(dict[str, Any], content), identity)
+
+
+def read_again(path: str, identity: Identity) -> dict[str, Any] | None:
+    """Return the content of a file that another process verified; None if it is not there, or not the same one."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return cast(dict[str, Any], _mapped(file)) if _identity_of(file) == identity else None
+    except Exception:  # whatever a path of another container leads to
+        return None
+
+
+def _mapped(file: IO[bytes]) -> Any:
+    """Return the content of this very file, wherever its path leads by now: Note [mapped tensors]."""
+    return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+
+
+def _identity_of(file: IO[bytes]) -> Identity:
+    """Return what is equal for the files of two processes if they are one and the same, of one machine."""
+    found = os.fstat(file.fileno())
+    return boot_id(), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def release_pages(tensor: torch.Tensor) -> None:
+    """Give the pages of a mapped tensor back, which was copied; they are read again if it is used again."""
+    start, page = tensor.data_ptr(), mmap.PAGESIZE
+    first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
+    if tensor.is_contiguous() and first < end:  # whole pages, as others may hold what is next to it
+        LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 class _CountingFile(io.FileIO):

@@ -24,15 +24,18 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import unpickle
 from dualdist.backends.operation import Stages
 from dualdist.checkpoint import files as checkpoint_files
-from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress
+from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, Identity
 from dualdist.checkpoint.state import (
     StateCopy,
     check_part_names,
     collect_state,
+    copies_its_state,
+    copy_mapped,
     dtypes_of,
     find_mismatch,
     gather_sharded,
     load_state,
+    replaces_its_state,
     shapes_of,
 )
 from dualdist.collectives.broadcast_state import allgather_object, broadcast_all, broadcast_object
@@ -290,6 +293,7 @@ class CheckpointHeader:
     """A file's structure, which all ranks get before its tensors."""
 
     path: str
+    identity: Identity
     structure: Any  # of the requested parts
     specs: tuple[Spec, ...]
     names: tuple[str, ...]  # of all parts in the file
@@ -339,19 +343,11 @@ def load(
         return None
     problem = _find_mismatch(header, parts)
     raise_problem(group, f"{name}.fit", problem and f"{header.path} does not fit: {problem}", CheckpointError)
-    if group.rank != ROOT:
-        tensors = [
-            torch.empty_strided(shape, strides, dtype=dtype, device="cpu") for shape, strides, dtype in header.specs
-        ]
-    run_agreed(
-        group,
-        "broadcast",
-        f"{name}.tensors",
-        {},
-        lambda backend: broadcast_all(backend, tensors, ROOT, f"op.{name}"),
-    )
-    content = header.content(tensors)
-    _load_all_or_nothing(group, device, name, content, parts, content[METADATA].get("random", []) if random else None)
+    try:
+        content, is_mapped = _share_content(group, name, header, tensors, parts)
+    finally:
+        tensors.clear()  # extract_tensors() and insert_tensors() leave cycles of references behind, with the list
+    _load_all_or_nothing(group, device, name, content, parts, is_mapped=is_mapped, random=random)
     _set_reduction_orders(content[METADATA].get("orders"), parts)
     saver.skip(newer)
     if header.refused:  # last, and on all ranks, as warnings may be errors
@@ -368,10 +364,37 @@ def _read(
     if found is None:
         return None
     newer += found.newer
-    requested = {name: found.content[name] for name in (*parts, METADATA, EXTRA) if name in found.content}
-    structure = extract_tensors(requested, tensors)
+    structure = extract_tensors(_requested(found.content, parts), tensors)
     specs = tuple((tuple(tensor.shape), dense_strides(tensor), tensor.dtype) for tensor in tensors)
-    return CheckpointHeader(str(found.path), structure, specs, tuple(map(str, found.content)), found.refused)
+    names = tuple(map(str, found.content))
+    return CheckpointHeader(str(found.path), found.identity, structure, specs, names, found.refused)
+
+
+def _requested(content: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: content[name] for name in (*parts, METADATA, EXTRA) if name in content}
+
+
+def _share_content(
+    group: Group, name: str, header: CheckpointHeader, tensors: list[torch.Tensor], parts: Mapping[str, Any]
+) -> tuple[dict[str, Any], bool]:
+    """Return the content on all ranks, and whether modules' states are mapped: Note [mapped tensors].
+
+    Ranks of one machine map the file that rank 0 has verified. Where one of them does not find it, rank 0 sends all.
+    """
+    mapped = None
+    if group.rank == ROOT:
+        mapped = header.content(tensors)
+    elif (found := checkpoint_files.read_again(header.path, header.identity)) is not None:
+        mapped = _requested(found, parts)
+    if not all(allgather_object(group, mapped is not None, f"{name}.mapped")):
+        if group.rank != ROOT:
+            mapped = None
+            tensors += [
+                torch.empty_strided(shape, strides, dtype=dtype, device="cpu") for shape, strides, dtype in header.specs
+            ]
+        broadcast = lambda backend: broadcast_all(backend, tensors, ROOT, f"op.{name}")  # noqa: E731
+        run_agreed(group, "broadcast", f"{name}.tensors", {}, broadcast)
+    return (header.content(tensors), False) if mapped is None else (copy_mapped(mapped, parts), True)
 
 
 def _find_mismatch(header: CheckpointHeader, parts: Mapping[str, Any]) -> str:
@@ -384,28 +407,44 @@ def _find_mismatch(header: CheckpointHeader, parts: Mapping[str, Any]) -> str:
 
 
 def _load_all_or_nothing(
-    group: Group, device: torch.device, name: str, content: dict[str, Any], parts: Mapping[str, Any], random: Any
+    group: Group,
+    device: torch.device,
+    name: str,
+    content: dict[str, Any],
+    parts: Mapping[str, Any],
+    *,
+    is_mapped: bool,
+    random: bool,
 ) -> None:
-    """Load the objects' states and, unless None, the random state; undo it on all ranks if an object refuses on one.
+    """Load the objects' states and the random state; undo it on all ranks if an object refuses on one.
 
     An object whose present state cannot be copied, such as a sampler between a draw and its record or a module with
-    uninitialized parameters, is loaded after all ranks have loaded the others.
+    uninitialized parameters, is loaded after all ranks have loaded the others. Modules that refuse nothing are loaded
+    last: no copy of what they had is needed.
     """
     before = random_state.get_random_state(device)
     copies: dict[str, StateCopy] = {}
+    last = {part_name for part_name, part in parts.items() if copies_its_state(part)}
     for part_name, part in parts.items():
-        with contextlib.suppress(Exception):  # state_dict() is the object's own code
-            copies[part_name] = StateCopy.create({part_name: part}, device)
+        if part_name not in last:
+            with contextlib.suppress(Exception):  # state_dict() is the object's own code
+                copies[part_name] = StateCopy.create({part_name: part}, device, copy=not replaces_its_state(part))
+    stages = {
+        "undoable": set(copies),
+        "others": set(parts) - set(copies) - last,
+        "modules": last,
+    }
     with contextlib.ExitStack() as undo:
         undo.callback(random_state.set_random_state, before, device)
         for part_name, copy in copies.items():
             undo.callback(copy.load, {part_name: parts[part_name]}, device)
-        for stage, has_copy in (("undoable", True), ("others", False)):
+        for stage, names in stages.items():
             cause: Exception | None = None
             try:
-                load_state({each: part for each, part in parts.items() if (each in copies) is has_copy}, content)
-                if has_copy and random is not None:
-                    _load_random_state(random, group, device)
+                loaded = {each: part for each, part in parts.items() if each in names}
+                load_state(loaded, content, is_mapped=is_mapped)
+                if stage == "undoable" and random:
+                    _load_random_state(content[METADATA].get("random", []), group, device)
             except Exception as error:  # raised on all ranks
                 cause = error
             raise_problem(group, f"{name}.{stage}", error_message(cause) if cause else "", CheckpointError, cause)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
+from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS, release_pages
 from dualdist.collectives.broadcast_state import optimizer_params
 from dualdist.collectives.tensor_utils import PLAIN_TYPES, check_tensor, find_tensors, map_nested, remember_names
 from dualdist.data import random_state
@@ -124,13 +126,44 @@ def shapes_of(optimizer: torch.optim.Optimizer) -> list[list[int] | None]:
     return [None if nn.parameter.is_lazy(param) else list(param.shape) for param in params]
 
 
-def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Load the states into the objects."""
+def copies_its_state(part: object) -> bool:
+    """Return True for a module whose load_state_dict() copies any state that fits, and refuses none: by torch alone."""
+    part = unwrap_module(part)
+    return isinstance(part, nn.Module) and all(
+        type(each).load_state_dict is nn.Module.load_state_dict
+        and type(each).set_extra_state is nn.Module.set_extra_state
+        and type(each)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and not each._load_state_dict_pre_hooks
+        and not each._load_state_dict_post_hooks
+        and not any(map(nn.parameter.is_lazy, (*each.parameters(recurse=False), *each.buffers(recurse=False))))
+        for each in part.modules()
+    )
+
+
+def replaces_its_state(part: object) -> bool:
+    """Return True for an optimizer whose load_state_dict() leaves the tensors that it had as they are: torch's own."""
+    if not isinstance(part, torch.optim.Optimizer) or is_sharded(part):
+        return False
+    return type(part).load_state_dict is torch.optim.Optimizer.load_state_dict
+
+
+def copy_mapped(content: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy what is mapped, but for the states of modules, which load_state() copies: Note [mapped tensors]."""
+    mapped = {name: state for name, state in content.items() if name in parts and copies_its_state(parts[name])}
+    copied: dict[str, Any] = _on_cpu(
+        {name: state for name, state in content.items() if name not in mapped}, copy=True, is_mapped=True
+    )
+    return {**copied, **mapped}
+
+
+def load_state(parts: Mapping[str, Any], found: Mapping[str, Any], *, is_mapped: bool = False) -> None:
+    """Load the states into the objects; those of modules that copy theirs may be mapped."""
     dtypes = found[METADATA].get("dtypes", {})
     for name, part in parts.items():
         part = unwrap_module(part)
         try:
-            part.load_state_dict(found[name])
+            with _released(part, found[name]) if is_mapped and copies_its_state(part) else contextlib.nullcontext():
+                part.load_state_dict(found[name])
             if isinstance(part, nn.Module):
                 remember_names(part.named_parameters())
             if isinstance(part, torch.optim.Optimizer):
@@ -138,6 +171,23 @@ def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
                 set_residuals(part, found[METADATA].get("residuals", {}).get(name))
         except Exception as error:  # whatever the object's own code raises
             raise CheckpointError(f"{name} refuses its state: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _released(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Release the mapped state of each module inside once it has loaded it: the memory of one is needed at a time."""
+    by_owner: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in find_tensors(state):
+        by_owner.setdefault(name.rpartition(".")[0], []).append(tensor)
+
+    def release(name: str, *_: object) -> None:
+        for tensor in by_owner.get(name, ()):
+            release_pages(tensor)
+
+    with contextlib.ExitStack() as hooks:
+        for name, each in module.named_modules():
+            hooks.callback(each.register_load_state_dict_post_hook(partial(release, name)).remove)
+        yield
 
 
 @dataclass(frozen=True)
@@ -148,8 +198,9 @@ class StateCopy:
     random: RandomState
 
     @staticmethod
-    def create(parts: Mapping[str, Any], device: torch.device) -> StateCopy:
-        content = collect_state(parts, copy=True)
+    def create(parts: Mapping[str, Any], device: torch.device, *, copy: bool = True) -> StateCopy:
+        """Copy the states; without `copy` keep tensors as they are, of objects that replace theirs."""
+        content = collect_state(parts, copy=copy)
         optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
         content[METADATA] = {
             "dtypes": {name: dtypes_of(part) for name, part in optimizers.items()},
@@ -166,7 +217,7 @@ class StateCopy:
         return plain
 
 
-def _on_cpu(value: Any, *, copy: bool) -> Any:
+def _on_cpu(value: Any, *, copy: bool, is_mapped: bool = False) -> Any:
     """Move the structure's tensors to the CPU; tensors that share memory still share it."""
     map_nested(value, (set, frozenset), _require_no_tensor)
     if copy:
@@ -182,6 +233,8 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
             # torch.save would write the whole storage of a view.
             is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
             copies[key] = tensor.to("cpu", copy=copy or is_view)
+            if is_mapped:
+                release_pages(tensor)
         return copies[key]
 
     return map_nested(value, torch.Tensor, move)

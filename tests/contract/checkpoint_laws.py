@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+import re
 import shutil
 import tempfile
 import warnings
@@ -20,6 +21,7 @@ import dualdist as dd
 from dualdist.checkpoint.files import METADATA, FileProgress, read, write
 from dualdist.data.sampler import Remainder
 from dualdist.errors import CheckpointError, MismatchError, UsageError
+from dualdist.utils.machine import reset_peak, resident_kib
 
 SAMPLES = 50
 BATCH = 3
@@ -140,7 +142,7 @@ def a_loaded_bucket_order_is_used_after_backwards_that_raised() -> None:
         backward()
         dd.save_checkpoint(path, model=layers, optimizer=optimizer)
         if dd.rank() == 0:
-            content = read(path / "checkpoint-00000001.pt", FileProgress())
+            content = read(path / "checkpoint-00000001.pt", FileProgress()).content
             content[METADATA]["orders"]["optimizer"].reverse()
             write(path, content, None, FileProgress())
         raises(ValueError, lambda: backward(1 + dd.rank() % 2))
@@ -288,6 +290,31 @@ class Refusing:
         if state["count"] == 7 and dd.rank() == dd.size() - 1:
             raise ValueError("seven is refused")
         self.half = state["half"]
+
+
+@law_alone
+def a_load_needs_little_memory_above_what_stays() -> None:
+    """On one machine; between others a rank needs what it is sent."""
+    if len({*dd.allgather_object(Path("/proc/sys/kernel/random/boot_id").read_text())}) > 1:
+        return
+    with folder() as path:
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))  # 32 MiB, and as much of momentum
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        dd.save_checkpoint(path, model=model, optimizer=optimizer)
+        for _ in range(2):  # without and with a momentum that is replaced
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(dd.rank())
+            reset_peak()
+            before = resident_kib()
+            dd.load_checkpoint(path, model=model, optimizer=optimizer)
+            peak, after = resident_kib(peak=True), resident_kib()
+            assert None not in (before, peak, after)
+            assert peak - max(before, after) < 48 << 10, (before, after, peak)
+            assert len({*dd.allgather_object(digest(model))}) == 1
+            assert not re.search(r"checkpoint-\d+\.pt", Path("/proc/self/maps").read_text()), "the file stays mapped"
 
 
 @law

@@ -47,6 +47,9 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[], object]]] = {
     "_timeout": ("backends/native/backend.py", lambda: dist.ProcessGroupNCCL.Options()),
     "_worker_info": ("data/loader.py", lambda: torch.utils.data._utils.worker),
     "_orig_mod": ("checkpoint/state.py", lambda: torch.compile(nn.Linear(1, 1))),
+    "_load_from_state_dict": ("checkpoint/state.py", lambda: nn.Linear(1, 1)),
+    "_load_state_dict_pre_hooks": ("checkpoint/state.py", lambda: nn.Linear(1, 1)),
+    "_load_state_dict_post_hooks": ("checkpoint/state.py", lambda: nn.Linear(1, 1)),
     "_values": ("ddp/step_checks.py", lambda: torch.ones(1)),
     "_nnz": ("collectives/reductions.py", lambda: torch.ones(1)),
 }
