@@ -35,8 +35,8 @@ def owner_of(param: torch.Tensor) -> Reducer | None:
     core = extension.load()
     if core is not None:
         return cast("Reducer | None", core.owner_of(param))
-    if param.is_nested and param.layout is torch.strided:
-        return None  # torch finds no gradient edge of these, which are refused when they are registered
+    if param.is_nested or param.layout is not torch.strided:
+        return None  # torch finds no gradient edge of some of these, which are refused when they are registered
     hook = _metadata(get_gradient_edge(param).node).get(HOOK)
     packer = None if hook is None else hook.packer()
     return None if packer is None else packer.reducer()
