@@ -5,6 +5,7 @@ registry.py is how a backend makes itself known.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -80,9 +81,9 @@ class Message(Operation[list[bytes]]):
 
     is_equal = False
 
+    @abstractmethod
     def reduce_payloads(self, tensor: torch.Tensor, op: ReduceOp, *, in_place: bool) -> torch.Tensor:
         """Return the reduction of the ranks' tensors, if is_equal; `tensor` is this rank's."""
-        raise NotImplementedError
 
 
 class Messenger(Protocol):
@@ -132,33 +133,33 @@ class Backend(Protocol):
     # Seconds that a program waits for an operation that it has just begun: Note [wait budget] in wait_budget.py.
     wait_budget_s: float = 0.0
 
+    @abstractmethod
     def allreduce_(
         self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
     ) -> Operation[torch.Tensor]:
         """Replace `buffer` on every rank by the reduction over all ranks; of another tensor, if one is given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
         """Concatenate tensors of equal shape in rank order, (n, *s) -> (size*n, *s); in `output`, if one is given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Operation[torch.Tensor]:
         """Replace `buffer` on every rank by that of index `root` in `ranks`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alltoall(
         self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
     ) -> Operation[torch.Tensor]:
         """Send the next sent[i] elements of a flat tensor to each rank i; the result has received[i] from rank i."""
-        raise NotImplementedError
 
+    @abstractmethod
     def duplicate(self, key: str) -> Backend:
         """Connect the same ranks again, so that operations on the new backend do not queue behind this one's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
         """Connect some of the job's ranks; every rank of this backend calls this, and members or not get a backend."""
-        raise NotImplementedError
 
     def lost_ranks(self) -> Sequence[int]:
         """Return the job's ranks that are known to have ended; called from time to time while an operation waits."""
@@ -172,17 +173,17 @@ class Backend(Protocol):
         """Return for gloo, mpi and nccl: 0 if missing, else the version (NCCL's as a number) or 1."""
         return {"gloo": 0, "mpi": 0, "nccl": 0}
 
+    @abstractmethod
     def close(self) -> None:
         """Disconnect; no operation may be running on any rank. Every rank of the job closes a subgroup."""
-        raise NotImplementedError
 
 
 class Receive(Operation[torch.Tensor]):
     """A running receive."""
 
+    @abstractmethod
     def source(self) -> int:
         """Return the index of the rank that sent, once advance() has returned True."""
-        raise NotImplementedError
 
 
 @runtime_checkable

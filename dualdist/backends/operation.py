@@ -5,6 +5,7 @@ An operation has no queue, no time limit and no thread: whoever advances its cha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,7 +17,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Operation(Generic[T]):
+class Operation(ABC, Generic[T]):
     """A running operation of a transport.
 
     advance() may be called again after an exception of a signal handler has left it, and after it has returned True.
@@ -37,9 +38,9 @@ class Operation(Generic[T]):
     def steps(self) -> int:
         return 0
 
+    @abstractmethod
     def advance(self, wait_s: float) -> bool:
         """Move what can be moved, and wait for at most about `wait_s` seconds; return True once the operation ended."""
-        raise NotImplementedError
 
 
 class Completed(Operation[T]):

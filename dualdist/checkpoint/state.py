@@ -28,6 +28,8 @@ from dualdist.utils.suggest import type_name
 SHARDED = "FullyShardedDataParallel"
 USE_DCP = "save it with torch.distributed.checkpoint"
 SHOWN = 5  # names, at most, in an error
+# Methods of modules that a program's class or object may override.
+OF_STATE = ("state_dict", "load_state_dict", "get_extra_state", "set_extra_state")
 
 
 def has_state(part: object) -> bool:
@@ -127,15 +129,17 @@ def shapes_of(optimizer: torch.optim.Optimizer) -> list[list[int] | None]:
 
 
 def copies_its_state(part: object) -> bool:
-    """Return True for a module whose load_state_dict() copies any state that fits, and refuses none: by torch alone."""
+    """Return True for a module that cannot refuse a state of its names and shapes: all of it is torch's own code."""
     part = unwrap_module(part)
-    return isinstance(part, nn.Module) and all(
-        type(each).load_state_dict is nn.Module.load_state_dict
-        and type(each).set_extra_state is nn.Module.set_extra_state
+    if not isinstance(part, nn.Module):
+        return False
+    is_plain = all(type(tensor) in PLAIN_TYPES for tensor in (*part.parameters(), *part.buffers()))
+    return is_plain and all(
+        all(getattr(getattr(each, name), "__func__", None) is getattr(nn.Module, name) for name in OF_STATE)
+        and type(each)._save_to_state_dict.__module__.startswith("torch.nn.modules.")
         and type(each)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        and not each._load_state_dict_pre_hooks
-        and not each._load_state_dict_post_hooks
-        and not any(map(nn.parameter.is_lazy, (*each.parameters(recurse=False), *each.buffers(recurse=False))))
+        and not (each._state_dict_pre_hooks or each._state_dict_hooks)
+        and not (each._load_state_dict_pre_hooks or each._load_state_dict_post_hooks)
         for each in part.modules()
     )
 

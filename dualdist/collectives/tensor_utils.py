@@ -156,7 +156,7 @@ def remember_names(pairs: Iterable[tuple[str, Any]]) -> None:
 
 
 def forget_names(params: Iterable[torch.Tensor]) -> None:
-    """Forget them, as a rank that joins the others has not seen them yet."""
+    """Forget the names of parameters, which a rank that joins the others has not seen yet."""
     for param in params:
         if hasattr(param, NAME):
             delattr(param, NAME)

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import SWALR
 
 import dualdist as dd
 from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, write
-from dualdist.checkpoint.state import collect_state
+from dualdist.checkpoint.state import collect_state, copies_its_state
 from dualdist.errors import CheckpointError, UsageError
 
 
@@ -207,6 +207,42 @@ def test_an_object_whose_state_cannot_be_copied_is_loaded_last_and_only_if_the_o
     assert (sampler.position, nn.parameter.is_lazy(lazy.weight), wary.weight.item()) == (0, True, 1.0)
     dd.load_checkpoint(tmp_path, sampler=sampler, model=lazy)
     assert (sampler.position, lazy.weight.tolist()) == (2, [[3.0, 3.0]])
+
+
+class Selective(nn.Linear):
+    """A module whose state_dict() is the program's own, and fits a file that its load_state_dict() refuses."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"odd": torch.ones(1)}
+
+
+def with_hook() -> nn.Module:
+    module = nn.Linear(1, 1)
+    module.register_state_dict_post_hook(lambda *_: None)
+    return module
+
+
+def patched() -> nn.Module:
+    module = nn.Linear(1, 1)
+    module.load_state_dict = lambda state: None  # type: ignore[method-assign, assignment, misc]
+    return module
+
+
+@pytest.mark.parametrize("make", [lambda: Selective(1, 1), with_hook, patched, lambda: nn.LazyLinear(1), object])
+def test_only_modules_of_torchs_own_code_are_loaded_without_a_copy(make: Callable[[], object]) -> None:
+    assert not copies_its_state(make())
+    assert copies_its_state(nn.Sequential(nn.BatchNorm1d(2), nn.LSTM(2, 2), nn.MultiheadAttention(2, 1)))
+
+
+def test_a_module_that_refuses_what_fits_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    dd.save_checkpoint(tmp_path, model=model, other=Selective(1, 1))
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(CheckpointError, match="other refuses its state"):
+        dd.load_checkpoint(tmp_path, model=model, other=Selective(1, 1))
+    assert model.weight.item() == before.item() + 1
 
 
 def test_a_checkpoint_of_another_number_of_ranks_gives_new_random_states(tmp_path: Path) -> None:
