@@ -14,7 +14,7 @@ from dualdist.utils.suggest import explain_calls
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.checkpoint.save_load import CheckpointSaver, PendingSave
+    from dualdist.checkpoint.save import CheckpointSaver, PendingSave
     from dualdist.collectives.arguments import Reduction
     from dualdist.collectives.group import Group
     from dualdist.data.sampler import Sampler
@@ -471,7 +471,7 @@ def load_checkpoint(
         >>> dd.load_checkpoint("run", model=model)
         {'epoch': 3}
     """
-    from dualdist.checkpoint.save_load import load
+    from dualdist.checkpoint.load import load
 
     here = session.current()
     require_flags(required=required, random=random)
@@ -483,7 +483,7 @@ def load_checkpoint(
 
 
 def _saver(here: Session) -> CheckpointSaver:
-    from dualdist.checkpoint.save_load import CheckpointSaver
+    from dualdist.checkpoint.save import CheckpointSaver
 
     saver: CheckpointSaver | None = here.extras.get(SAVER)
     if saver is None:

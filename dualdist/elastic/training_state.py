@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualdist import api, logging, session
-from dualdist.checkpoint.save_load import error_message, raise_problem
+from dualdist.checkpoint.disk_task import error_message, raise_problem
 from dualdist.checkpoint.state import StateCopy, check_part_names, has_state
 from dualdist.collectives.broadcast_state import (
     allgather_object,

@@ -18,6 +18,7 @@ import torch
 from harness.checkpoints import content, found_step, sealed
 from harness.effort import Effort
 
+from dualdist.checkpoint.disk_task import DiskOutcome, DiskTask
 from dualdist.checkpoint.files import (
     EXTRA,
     METADATA,
@@ -30,7 +31,6 @@ from dualdist.checkpoint.files import (
     real_path,
     write,
 )
-from dualdist.checkpoint.save_load import DiskOutcome, DiskTask
 from dualdist.errors import CheckpointError
 
 RANDOM = random.Random(5)
