@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import threading
 import time
@@ -259,6 +260,22 @@ def calls_without_names_and_backwards_of_two_threads_are_refused_on_every_rank()
     backwards = [lambda model=model: model(torch.ones(8, 3)).sum().backward() for model in models]
     require("two threads run backward()", *backwards)
     assert len(wrapped) == len(models)  # kept until here
+
+
+@law_alone
+def an_abandoned_operation_meets_none_of_the_next_session() -> None:
+    """A signal interrupts the first rank in a call that the others never make."""
+    backend = dd.backend()
+    for number in range(3):
+        if dd.rank() == 0 and dd.size() > 1:
+            former = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, PAUSE_S)
+            raises(KeyboardInterrupt, lambda: dd.allreduce(torch.full((1,), 1000.0)))
+            signal.signal(signal.SIGALRM, former)
+        dd.shutdown()
+        reopen(backend)
+        assert dd.allreduce(torch.full((1,), float(number)), "sum").item() == number * dd.size()
+        assert dd.allgather_object((number, dd.rank())) == [(number, rank) for rank in ranks()]
 
 
 @law_alone

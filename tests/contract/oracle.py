@@ -24,7 +24,7 @@ def law_alone(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def raises(kind: type[Exception], call: Callable[[], object], *words: str) -> None:
+def raises(kind: type[BaseException], call: Callable[[], object], *words: str) -> None:
     """Check that the call raises `kind` with all the words in its message."""
     message = None
     try:

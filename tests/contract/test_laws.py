@@ -85,7 +85,7 @@ FULL_LAW_CELLS = [
     Cell("python", "native", "none", "native", "gloo", ranks=1),
     Cell("python", "mpi", "none", "mpi", "mpi", ranks=1),
     Cell("torchrun", "native", "torchrun", "native", "gloo", ranks=4, variables=GLOO),
-    Cell("mpirun", "", "mpirun", "horovod", "mpi"),
+    Cell("mpirun", "", "mpirun", "horovod", "mpi", variables=PURE),
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", ranks=4),
     Cell("mpiexec-mpich", "mpi", "mpirun", "mpi", "mpi"),
 ]

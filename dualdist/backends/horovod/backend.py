@@ -213,7 +213,11 @@ class ProcessSets:
 
 
 class HorovodBackend(Backend):
-    """Moves tensors through Horovod's engine, between the ranks of a process set; close() calls `leave`."""
+    """Moves tensors through Horovod's engine, between the ranks of a process set; close() calls `leave`.
+
+    Horovod matches operations by name in a process set, which groups of the same ranks share, and, on MPI, sessions.
+    `key`, which differs between them, is a part of the names, or an abandoned operation would meet a later one.
+    """
 
     name = "horovod"
     supported_reduce_dtypes = REDUCE_DTYPES
@@ -226,6 +230,7 @@ class HorovodBackend(Backend):
         sets: ProcessSets,
         timeout_s: float,
         leave: Callable[[], None],
+        key: str,
     ) -> None:
         self.transport = transport
         self.ranks = tuple(ranks)
@@ -237,6 +242,7 @@ class HorovodBackend(Backend):
         self._sets = sets
         self._set = sets.acquire(self.ranks)
         self._leave = leave
+        self._key = key
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
     def allreduce_(
@@ -257,14 +263,14 @@ class HorovodBackend(Backend):
         return self._start(self._hvd.alltoall_async, tensor, splits=list(sent), name=name)
 
     def duplicate(self, key: str) -> HorovodBackend:
-        child = copy.copy(self)  # Horovod matches operations by name
-        child.messenger, child._leave = None, lambda: None
+        child = copy.copy(self)
+        child.messenger, child._leave, child._key = None, lambda: None, f"{self._key}/{key}"
         return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> HorovodBackend:
         sets, members, timeout_s = self._sets, tuple(ranks), self.timeout_s
         leave = partial(sets.release, members, timeout_s)
-        return HorovodBackend(self._hvd, self.transport, members, sets, timeout_s, leave)
+        return HorovodBackend(self._hvd, self.transport, members, sets, timeout_s, leave, f"{self._key}/{key}")
 
     def built_with(self) -> dict[str, int]:
         hvd = self._hvd
@@ -274,11 +280,11 @@ class HorovodBackend(Backend):
         self.is_open = False
         self._leave()
 
-    def _start(self, start: Callable[..., int], *args: Any, **options: Any) -> HorovodOperation:
+    def _start(self, start: Callable[..., int], *args: Any, name: str, **options: Any) -> HorovodOperation:
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         try:
-            handle = start(*args, **options, process_set=self._set)
+            handle = start(*args, **options, name=f"{self._key}/{name}", process_set=self._set)
             return HorovodOperation(self._hvd, handle)
         except (RuntimeError, ValueError) as error:
             raise translate_error(error) from error
@@ -379,7 +385,7 @@ def _over_all(
     """Return the backend of all ranks over a running engine."""
     transport = "nccl" if context.device.type == "cuda" and hvd.nccl_built() else controller
     sets = ProcessSets(hvd, engine_environment)
-    return HorovodBackend(hvd, transport, range(int(hvd.size())), sets, context.timeout_s, leave)
+    return HorovodBackend(hvd, transport, range(int(hvd.size())), sets, context.timeout_s, leave, context.key)
 
 
 def _serve_or_find(
