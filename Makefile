@@ -94,6 +94,7 @@ bench: setup
 	$(BIN)/dualdist bench step $(BENCH)
 	$(BIN)/dualdist bench allreduce $(BENCH)
 	$(BIN)/dualdist bench startup
+	$(BIN)/dualdist bench state
 	$(BIN)/dualdist bench scale
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder

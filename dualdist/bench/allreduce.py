@@ -1,6 +1,6 @@
-"""`dualdist bench allreduce`: latency and bandwidth of dualdist's allreduce and of the raw library's."""
+"""`dualdist bench allreduce`: latency and bandwidth of dualdist's allreduce, the raw library's and DeepSpeed's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,9 @@ from dualdist.bench.report import ReportTable, format_ranks, format_size, format
 from dualdist.bench.slow_link import link_bytes_s
 from dualdist.bench.statistics import bootstrap_median, machine_noise, pooled_median, time_difference, time_ratio
 
-RAW_CALLS = {"dualdist_": "raw_", "dualdist": "raw"}  # the raw call that each is compared with
+# The calls that each is compared with: the raw library's, if it sums this dtype, and DeepSpeed's, if it is installed.
+OTHER_CALLS = {"dualdist_": ("raw_", "deepspeed_"), "dualdist": ("raw",)}
+LABELS = {"deepspeed_": "DeepSpeed"}
 KINDS = {"dualdist_": "in place", "dualdist": "new tensor"}
 COMMON_SIZES = (65536, 1 << 20, 25 << 20)  # up to DDP's bucket size: part of every default sweep
 FORMULAS = (
@@ -63,7 +65,9 @@ def summarize(done: Done, slow_link: str | None = None) -> list[dict[str, Any]]:
 def _result(reports: list[dict[str, Any]], slow_link: str | None) -> dict[str, Any]:
     first = reports[0]
     foreign = [[value for size in report["sizes"] for value in size["foreign_cores"]] for report in reports]
-    samples = [size["seconds"]["raw_"] for report in reports for size in report["sizes"]]
+    samples = [
+        size["seconds"].get("raw_", size["seconds"]["dualdist_"]) for report in reports for size in report["sizes"]
+    ]
     return {
         "link": None if slow_link is None else {"rate": slow_link, "gb_s": link_bytes_s(slow_link) / 1e9},
         **{name: first[name] for name in ("ranks", "num_nodes", "backend", "transport")},
@@ -77,9 +81,11 @@ def _result(reports: list[dict[str, Any]], slow_link: str | None) -> dict[str, A
 
 def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     nbytes = sizes[0]["bytes"]
+    pairs = [(ours, other) for ours, others in OTHER_CALLS.items() for other in others if other in sizes[0]["seconds"]]
     seconds = {name: [size["seconds"][name] for size in sizes] for name in sizes[0]["seconds"]}
     foreign = [size["foreign_cores"] for size in sizes]
     return {
+        "dtype": sizes[0]["dtype"],
         "bytes": nbytes,
         "repeats": [size["repeats"] for size in sizes],
         "calls": {
@@ -91,8 +97,8 @@ def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
             }
             for name, rounds in seconds.items()
         },
-        "ratio_to_raw": {name: time_ratio(seconds[name], seconds[raw], foreign) for name, raw in RAW_CALLS.items()},
-        "overhead_s": {name: time_difference(seconds[name], seconds[raw]) for name, raw in RAW_CALLS.items()},
+        "ratios": {other: time_ratio(seconds[ours], seconds[other], foreign) for ours, other in pairs},
+        "overheads_s": {other: time_difference(seconds[ours], seconds[other]) for ours, other in pairs},
     }
 
 
@@ -106,34 +112,33 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
                 f"link: {link['rate']} in each direction; an allreduce between two hosts moves each byte once in each, "
                 f"at least, so its algorithm bandwidth is {link['gb_s']:.3g} GB/s at most"
             )
-        for name, raw in RAW_CALLS.items():
-            yield ReportTable(
-                f"allreduce {KINDS[name]}, float32 sum, {format_ranks(result)}, {result['backend']} over "
-                f"{result['transport']}, {result['launcher']}, {result['device']}, {result['threads']} thread(s) "
-                f"per rank, {result['launches']} launch(es) of {result['rounds']} rounds",
-                (
-                    *("size", f"{library} us", "dualdist us", f"{library} min", "dualdist min", "overhead us", "95%"),
-                    *("ratio", "95% ", "alg GB/s", "bus GB/s", f"{library} bus"),
-                ),
-                tuple(_row(size, name, raw) for size in result["sizes"]),
-                tuple(notes),
-            )
+        for dtype in dict.fromkeys(size["dtype"] for size in result["sizes"]):
+            sizes = [size for size in result["sizes"] if size["dtype"] == dtype]
+            for name, others in OTHER_CALLS.items():
+                labels = {other: LABELS.get(other, library) for other in others if other in sizes[0]["calls"]}
+                yield ReportTable(
+                    f"allreduce {KINDS[name]}, {dtype} sum, {format_ranks(result)}, {result['backend']} over "
+                    f"{result['transport']}, {result['launcher']}, {result['device']}, {result['threads']} thread(s) "
+                    f"per rank, {result['launches']} launch(es) of {result['rounds']} rounds",
+                    tuple(_columns(labels)),
+                    tuple(tuple(_cells(size, name, labels)) for size in sizes),
+                    tuple(notes),
+                )
 
 
-def _row(size: dict[str, Any], name: str, raw: str) -> tuple[str, ...]:
-    ours, theirs = size["calls"][name], size["calls"][raw]
-    overhead, ratio = size["overhead_s"][name], size["ratio_to_raw"][name]["median"]
-    return (
-        format_size(size["bytes"]),
-        format_us(theirs["seconds"]["value"]),
-        format_us(ours["seconds"]["value"]),
-        format_us(theirs["min_seconds"]),
-        format_us(ours["min_seconds"]),
-        f"{overhead['value'] * 1e6:+.1f}",
-        f"{overhead['low'] * 1e6:+.1f} to {overhead['high'] * 1e6:+.1f}",
-        f"{ratio['value']:.3f}",
-        f"{ratio['low']:.3f} to {ratio['high']:.3f}",
-        f"{ours['algorithm_gb_s']:.3g}",
-        f"{ours['bus_gb_s']:.3g}",
-        f"{theirs['bus_gb_s']:.3g}",
-    )
+def _columns(labels: Mapping[str, str]) -> Iterator[str]:
+    yield from ("size", "dualdist us", "dualdist min", "alg GB/s", "bus GB/s")
+    for number, label in enumerate(labels.values()):
+        yield from (f"{label} us", f"{label} min", f"{label} bus", f"over {label}", f"95%{' ' * number}")
+
+
+def _cells(size: dict[str, Any], name: str, labels: Mapping[str, str]) -> Iterator[str]:
+    ours = size["calls"][name]
+    yield format_size(size["bytes"])
+    yield from map(format_us, (ours["seconds"]["value"], ours["min_seconds"]))
+    yield from (f"{ours['algorithm_gb_s']:.3g}", f"{ours['bus_gb_s']:.3g}")
+    for other in labels:
+        theirs, ratio = size["calls"][other], size["ratios"][other]["median"]
+        yield from map(format_us, (theirs["seconds"]["value"], theirs["min_seconds"]))
+        yield f"{theirs['bus_gb_s']:.3g}"
+        yield from (f"{ratio['value']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}")

@@ -82,6 +82,13 @@ DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # of `dualdist compare`
 # Those that reduce gradients by torch's process groups.
 TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "zero", "fsdp2", "fsdp2_dualdist", "naive")
 OPTIMIZERS = ("sgd", "adamw")
+# Calls of dualdist that move a model's state, and what torch has for each.
+STATE_CALLS = {
+    "broadcast_parameters": "DDP(model)",
+    "save_checkpoint": "torch.save",
+    "load_checkpoint": "torch.load",  # with mmap=True, and load_state_dict
+}
+DTYPES = ("float32", "bfloat16", "float16")  # of an allreduce
 
 
 def check_method(name: str) -> str:
@@ -136,11 +143,22 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class AllreduceOptions:
-    """Options of an allreduce sweep: sizes in bytes, each repeated to fill `block_s` seconds."""
+    """Options of an allreduce sweep: sizes in bytes, each repeated to fill `block_s` seconds, of each dtype."""
 
     sizes: tuple[int, ...]
     rounds: int = 15
     block_s: float = 0.03
+    device: str = "auto"
+    timeout_s: float = 300.0
+    dtypes: tuple[str, ...] = DTYPES[:1]
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """Options of a measurement of large states: a model of about `nbytes` bytes of parameters."""
+
+    nbytes: int
+    rounds: int = 5
     device: str = "auto"
     timeout_s: float = 300.0
 
@@ -307,7 +325,7 @@ Done = list[tuple[PlannedJob, list[Report]]]
 def worker_command(
     config: RunConfig,
     measurement: str,
-    options: StepOptions | TrainOptions | AllreduceOptions,
+    options: StepOptions | TrainOptions | AllreduceOptions | StateOptions,
     report: Path,
     settings: MeasurementSettings,
 ) -> Command:

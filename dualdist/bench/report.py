@@ -13,7 +13,7 @@ from dualdist.launch.failure import find_exception
 from dualdist.utils.machine import machine, versions
 from dualdist.utils.redaction import redact_command
 
-SCHEMA = 2
+SCHEMA = 3
 WIDTH = 116  # of notes; tables are as wide as they need where output is no terminal
 NAMES_WIDTH = 60  # of names that share a row
 

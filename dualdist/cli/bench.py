@@ -14,9 +14,11 @@ from dualdist.backends import registry
 from dualdist.bench import allreduce as bench_allreduce
 from dualdist.bench import scale as bench_scale
 from dualdist.bench import startup as bench_startup
+from dualdist.bench import state as bench_state
 from dualdist.bench import step as bench_step
 from dualdist.bench.jobs import (
     DEFAULT_MODELS,
+    DTYPES,
     IMAGE_SIZE,
     METHODS,
     MODELS,
@@ -26,6 +28,7 @@ from dualdist.bench.jobs import (
     MeasurementSettings,
     PlannedJob,
     RunConfig,
+    StateOptions,
     StepOptions,
     parse_configs,
     parse_env,
@@ -48,8 +51,9 @@ from dualdist.utils.suggest import require_choice
 
 BENCHMARKS = {
     "step": "training step time, against DDP and raw Horovod",
-    "allreduce": "allreduce latency and bandwidth, against the raw library",
+    "allreduce": "allreduce latency and bandwidth, against the raw library and DeepSpeed",
     "startup": "time from import to the first collective",
+    "state": "time and memory to broadcast, save and load a large model",
     "scale": "a fitted cost model and its predictions for many ranks",
 }
 SHARED = dict.fromkeys(("ranks", "backend", "rounds", "env", "json", "dry_run"), "")
@@ -65,10 +69,14 @@ HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ),
     ),
     "allreduce": (
-        {"sizes": "", "max_bytes": "", **SLOW_LINK, **SHARED},
+        {"sizes": "", "max_bytes": "", "dtype": "", **SLOW_LINK, **SHARED},
         ("dualdist bench allreduce --backend native,horovod:mpi",),
     ),
     "startup": (SHARED, ("dualdist bench startup -np 8", "dualdist bench startup --ranks 1,2,4,8")),
+    "state": (
+        {"bytes": "", "launches": "", **SHARED},
+        ("dualdist bench state --bytes 800M",),
+    ),
     "scale": ({"model": "", "measure_up_to": "", **SHARED}, ("dualdist bench scale --ranks 2,4,8,64,512",)),
 }
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
@@ -92,10 +100,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--block-s", type=float, default=0.4, metavar="S", help="seconds per sample (default: 0.4)")
     add("--no-memory", action="store_true", help="skip the jobs that measure each contender's peak memory")
     add = _add_benchmark(commands, "allreduce", _allreduce)
+    add("--dtype", default="float32,bfloat16", metavar="D,D,...", help=f"of {', '.join(DTYPES)} (default: the first 2)")
     add("--max-bytes", type=_size, default=256 << 20, metavar="N", help="the largest tensor, as 25M (default: 256M)")
     add("--sizes", metavar="N,N,...", help="only these sizes in bytes, as 8,64K,25M")
     add("--block-s", type=float, default=0.03, metavar="S", help="seconds per sample (default: 0.03)")
     _add_benchmark(commands, "startup", _startup, rounds=7)
+    add = _add_benchmark(commands, "state", _state, rounds=5)
+    add("--bytes", type=_size, default=768 << 20, metavar="N", help="size of the model, as 800M (default: 768M)")
     add = _add_benchmark(commands, "scale", _scale, rounds=7)
     add("--measure-up-to", type=int, default=8, metavar="N", help="largest number of ranks to launch (default: 8)")
     add("--max-bytes", type=_size, default=16 << 20, metavar="N", help="the sweep's largest tensor (default: 16M)")
@@ -136,8 +147,9 @@ def _add_benchmark(commands: Any, name: str, build: Builder, rounds: int = 15) -
     if name != "startup":  # each raw library needs a specific launcher
         add("--launcher", metavar="L", help=f"of {', '.join(LAUNCHERS)} (default: mpirun for MPI, else torchrun)")
     add("--rounds", type=int, default=rounds, metavar="N", help=f"samples of each contender (default: {rounds})")
-    if name in ("step", "allreduce"):
+    if name in ("step", "allreduce", "state"):
         add("--launches", type=int, default=1, metavar="N", help="how often to launch each job (default: 1)")
+    if name in ("step", "allreduce"):
         add("--slow-link", metavar="RATE", help="half of the ranks behind a link of this rate, as 1gbit; needs root")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU if torch sees one")
     add("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS per rank (default: 1)")
@@ -204,7 +216,10 @@ def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
 
 
 def _allreduce(args: argparse.Namespace, folder: Path) -> Benchmark:
-    options = AllreduceOptions(_sizes(args), args.rounds, args.block_s)
+    dtypes = tuple(dict.fromkeys(args.dtype.split(",")))
+    for name in dtypes:
+        require_choice(name, DTYPES, "dtype")
+    options = AllreduceOptions(_sizes(args), args.rounds, args.block_s, dtypes=dtypes)
     settings = _settings(args)
     configs = _configs(args, settings, needs_raw=True)
     jobs = bench_allreduce.plan_jobs(configs, options, settings, folder, launches=args.launches)
@@ -216,6 +231,13 @@ def _startup(args: argparse.Namespace, folder: Path) -> Benchmark:
     configs = bench_startup.with_raw_launchers(_configs(args, settings[-1], needs_raw=True))
     jobs = bench_startup.plan_jobs(configs, settings, folder, rounds=args.rounds)
     return list(jobs), bench_startup.summarize, bench_startup.tables
+
+
+def _state(args: argparse.Namespace, folder: Path) -> Benchmark:
+    settings = _settings(args)
+    options = StateOptions(args.bytes, args.rounds)
+    jobs = bench_state.plan_jobs(_configs(args, settings), options, settings, folder, launches=args.launches)
+    return list(jobs), bench_state.summarize, bench_state.tables
 
 
 def _scale(args: argparse.Namespace, folder: Path) -> Benchmark:

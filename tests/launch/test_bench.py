@@ -14,6 +14,8 @@ from harness.jobs import Launch
 from harness.mpi import OpenMPI
 from launch.running import check_refused, commands, interrupted, need_slow_link
 
+from dualdist.bench.jobs import STATE_CALLS
+
 BENCH = (sys.executable, "-m", "dualdist", "bench")
 # The manual's lines; tests append options that make them short.
 SHOWN = [words[2:] for words in commands(ROOT / "docs/pages/benchmarks.md", "dualdist bench")]
@@ -39,7 +41,7 @@ def check_record(kept: dict[str, Any], benchmark: str, jobs: int) -> None:
     assert set(kept) == set(
         ["schema", "benchmark", "command", "timestamp", "machine", "versions", "settings", "results", "jobs"]
     )
-    assert (kept["schema"], kept["benchmark"]) == (2, benchmark)
+    assert (kept["schema"], kept["benchmark"]) == (3, benchmark)
     assert kept["command"].startswith(f"dualdist bench {benchmark}")
     assert kept["machine"]["cores"] >= 1
     assert kept["machine"]["processor"]
@@ -103,21 +105,26 @@ def test_step_runs_under_mpirun_and_spawn(launch: Launch, openmpi: OpenMPI) -> N
 
 
 def test_allreduce_measures_both_calls_and_the_raw_ones(launch: Launch) -> None:
+    """Horovod sums no bfloat16: dualdist's calls, which can, are timed alone."""
     words = ("--sizes", "8,64K", "--rounds", str(ROUNDS), "--block-s", "0.005", "--backend", "native,horovod")
     kept = record(launch, *shown("allreduce", "--backend"), *words)
     check_record(kept, "allreduce", jobs=2)
     assert [result["library"] for result in kept["results"]] == ["torch.distributed", "horovod.torch"]
     for result in kept["results"]:
-        assert [size["bytes"] for size in result["sizes"]] == [8, 65536]
+        sizes = [(size["dtype"], size["bytes"]) for size in result["sizes"]]
+        assert sizes == [(dtype, nbytes) for dtype in ("float32", "bfloat16") for nbytes in (8, 65536)]
         for size in result["sizes"]:
-            assert set(size["calls"]) == {"dualdist_", "dualdist", "raw_", "raw"}
+            has_raw = size["dtype"] == "float32" or result["library"] == "torch.distributed"
+            raw = {"raw_", "raw"} if has_raw else set()
+            assert set(size["calls"]) - {"deepspeed_"} == {"dualdist_", "dualdist"} | raw
             for call in size["calls"].values():
                 seconds = call["seconds"]["value"]
                 assert call["algorithm_gb_s"] == pytest.approx(size["bytes"] / seconds / 1e9)
                 assert call["bus_gb_s"] == pytest.approx(call["algorithm_gb_s"])  # 2 (n - 1) / n is 1 for two ranks
-            for name in ("dualdist_", "dualdist"):
-                check_ratio(size["ratio_to_raw"][name], ROUNDS)
-                overhead = size["overhead_s"][name]
+            assert set(size["ratios"]) == set(size["calls"]) - {"dualdist_", "dualdist"}
+            for name in size["ratios"]:
+                check_ratio(size["ratios"][name], ROUNDS)
+                overhead = size["overheads_s"][name]
                 assert overhead["low"] <= overhead["value"] <= overhead["high"]
 
 
@@ -138,6 +145,20 @@ def test_two_hosts_share_a_slow_link(launch: Launch, base_env: Mapping[str, str]
         assert contender["identical_across_ranks"]
         assert contender["ratios"]["link_bound"]["median"]["value"] <= contender["seconds"]["high"] / gradient_s
     assert "link_bound" not in result["contenders"]["none"]["ratios"]
+
+
+def test_state_measures_time_and_memory_beside_torchs(launch: Launch) -> None:
+    """DDP's constructor allocates buckets, as large as the model; dualdist broadcasts large tensors where they are."""
+    words = ("--bytes", "64M", "--rounds", str(ROUNDS), "--backend", "native:shm")
+    kept = record(launch, *shown("state")[:1], *words)
+    check_record(kept, "state", jobs=1)
+    (result,) = kept["results"]
+    assert result["bytes"] == 64 << 20
+    assert set(result["calls"]) == {*STATE_CALLS, *STATE_CALLS.values()}
+    for name in STATE_CALLS:
+        check_ratio(result["ratio_to_torch"][name], ROUNDS)
+    peaks = {name: call["peak_bytes"] for name, call in result["calls"].items()}
+    assert peaks["broadcast_parameters"] < result["bytes"] / 2 < peaks["DDP(model)"]
 
 
 def test_startup_times_new_processes_of_every_backend(launch: Launch) -> None:

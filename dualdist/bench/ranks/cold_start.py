@@ -32,6 +32,7 @@ class Library(NamedTuple):
     allreduce: Callable[[Any], Any]
     stop: Callable[[], object]
     is_cpu_only: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # that it sums
 
 
 def main() -> None:
@@ -142,7 +143,7 @@ def _import_horovod() -> Library:
     def allreduce(tensor: Any) -> Any:
         return hvd.allreduce(tensor, name=f"raw.{tensor.numel()}", op=hvd.Sum)
 
-    return Library(start, allreduce_, allreduce, hvd.shutdown)
+    return Library(start, allreduce_, allreduce, hvd.shutdown, dtypes=("float32", "float16"))
 
 
 def _import_mpi() -> Library:
@@ -165,7 +166,7 @@ def _import_mpi() -> Library:
         world.Allreduce(tensor.numpy(), result.numpy(), MPI.SUM)
         return result
 
-    return Library(start, allreduce_, allreduce, MPI.Finalize, is_cpu_only=True)
+    return Library(start, allreduce_, allreduce, MPI.Finalize, is_cpu_only=True, dtypes=("float32",))
 
 
 # By BackendSpec.library: the libraries beneath backends, used as a program without dualdist uses them.

@@ -20,6 +20,7 @@ from dualdist.backends import registry
 from dualdist.bench.jobs import TORCH_METHODS, AllreduceOptions, StepOptions, TrainOptions
 from dualdist.bench.ranks import training
 from dualdist.bench.ranks.cold_start import RAW_LIBRARIES, Library
+from dualdist.bench.ranks.deepspeed import load_allreduces
 from dualdist.bench.ranks.training import (
     Trainer,
     TrainingCase,
@@ -43,7 +44,6 @@ MIN_STEPS, MAX_STEPS = 3, 50
 MEMORY_STEPS = 5
 MAX_REPEATS = 1000
 WARMUP_CALLS = 2
-ELEMENT_BYTES = 4  # float32
 BATCHES = 8  # distinct batches of a training, used in turn
 ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S = 3, 0.002  # in each launch of a comparison
 
@@ -224,24 +224,43 @@ def measure_allreduces(options: AllreduceOptions) -> dict[str, Any]:
     if raw.is_cpu_only and device.type != "cpu":
         raise UnsupportedError(f"raw {library} is measured on CPU tensors only: add --device cpu")
     with torch_group(device, options.timeout_s, is_needed=library == "torch.distributed"):
-        sizes = [_measure_size(nbytes, raw, options, device) for nbytes in options.sizes]
+        peers = load_allreduces() if session.current().backend.transport == "shm" else {}
+        sizes = [
+            _measure_size(nbytes, getattr(torch, name), raw, peers, options, device)
+            for name in options.dtypes
+            for nbytes in options.sizes
+        ]
     return {"library": library, "sizes": sizes}
 
 
-def _measure_size(nbytes: int, raw: Library, options: AllreduceOptions, device: torch.device) -> dict[str, Any]:
-    tensor = torch.zeros(max(1, nbytes // ELEMENT_BYTES), device=device)
-    name = f"bench.{tensor.numel()}"
-    calls: Calls = {
-        "raw_": lambda: raw.allreduce_(tensor),
+def _measure_size(
+    nbytes: int,
+    dtype: torch.dtype,
+    raw: Library,
+    peers: Mapping[torch.dtype, Callable[[torch.Tensor], object]],
+    options: AllreduceOptions,
+    device: torch.device,
+) -> dict[str, Any]:
+    tensor = torch.zeros(max(1, nbytes // dtype.itemsize), device=device, dtype=dtype)
+    name = f"bench.{dtype}.{tensor.numel()}"
+    calls: dict[str, Callable[[], object]] = {
         "dualdist_": lambda: dd.allreduce_(tensor, "sum", name=name),
-        "raw": lambda: raw.allreduce(tensor),
         "dualdist": lambda: dd.allreduce(tensor, "sum", name=f"{name}.new"),
     }
+    if f"{dtype}".removeprefix("torch.") in raw.dtypes:
+        calls |= {"raw_": lambda: raw.allreduce_(tensor), "raw": lambda: raw.allreduce(tensor)}
+    if dtype in peers:
+        calls["deepspeed_"] = lambda: peers[dtype](tensor)
     _check_sums(calls, tensor)
     fastest = min(time_call(call, 2, device, WARMUP_CALLS)[0] for call in calls.values())
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, fastest, 1, MAX_REPEATS))
     timings = interleave(calls, repeats, options.rounds, device, WARMUP_CALLS)
-    return {"bytes": tensor.numel() * ELEMENT_BYTES, "repeats": repeats, **merge_ranks(dd.allgather_object(timings))}
+    return {
+        "dtype": f"{dtype}".removeprefix("torch."),
+        "bytes": tensor.nbytes,
+        "repeats": repeats,
+        **merge_ranks(dd.allgather_object(timings)),
+    }
 
 
 def _check_sums(calls: Calls, tensor: torch.Tensor) -> None:

@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import dualdist as dd
-from dualdist.bench.jobs import AllreduceOptions, StepOptions, TrainOptions
+from dualdist.bench.jobs import AllreduceOptions, StateOptions, StepOptions, TrainOptions
 from dualdist.environments import detect
 from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
 from dualdist.utils.output_file import write_atomically
 
-# The options of each measurement, and its function in measurements.py.
+# The options of each measurement, and its function in measurements.py or state.py.
 MEASUREMENTS: dict[str, tuple[type[Any], str]] = {
     "step": (StepOptions, "measure_steps"),
     "allreduce": (AllreduceOptions, "measure_allreduces"),
     "sum": (AllreduceOptions, "check_sum"),
     "memory": (StepOptions, "measure_memory"),
     "train": (TrainOptions, "train"),
+    "state": (StateOptions, "measure_state"),
 }
 
 
@@ -53,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(measurement: str, given: dict[str, Any], path: Path) -> None:
     """Measure in a session; rank 0 writes the report, if there is one."""
     from dualdist import session
-    from dualdist.bench.ranks import measurements
+    from dualdist.bench.ranks import measurements, state
     from dualdist.diagnostics import recording
 
     start_time = time.time()
     options_class, function = MEASUREMENTS[measurement]
-    options, measure = options_class(**given), getattr(measurements, function)
+    options, measure = options_class(**given), getattr(state if measurement == "state" else measurements, function)
     if measurement == "memory":  # opens a session only if it needs one, so that each rank writes a report
         topology, backend = detect(os.environ), os.environ.get("DUALDIST_BACKEND", "")
         report = measure(backend, options, topology, Path(f"{path}.store"))
@@ -71,7 +72,7 @@ def _measure(measurement: str, given: dict[str, Any], path: Path) -> None:
                 "--device cuda, but torch sees no GPU here: leave it out, or hide no GPU from the ranks"
             )
         run = recording.describe_run(session.current())
-        more = (path.parent, start_time) if measurement == "train" else ()
+        more = {"train": (path.parent, start_time), "state": (path.parent,)}.get(measurement, ())
         found = measure(options, *more)
         is_root = dd.rank() == 0
     finally:
