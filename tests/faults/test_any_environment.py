@@ -102,7 +102,7 @@ def test_any_environment_is_joined_or_refused(effort: Effort) -> None:
 
 def test_the_doctor_reports_in_any_environment(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "TOOL_TIMEOUT_S", 1.0)  # srun retries for longer where its configuration is missing
-    effort.fuzz("environments of dualdist doctor", environments(), lambda env: json.dumps(to_json(diagnose(env))), 12)
+    effort.fuzz("environments of dualdist doctor", environments(), lambda env: json.dumps(to_json(diagnose(env))), 6)
 
 
 @pytest.mark.smoke

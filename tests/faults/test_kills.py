@@ -29,14 +29,12 @@ CELLS = [
     *(Cell(start, "horovod", "mpi") for start in ("horovodrun-mpi", "mpirun", "run-horovodrun-mpi", "run-mpirun")),
     *(Cell(start, "mpi", "mpi") for start in ("horovodrun-mpi", "mpirun", "mpich", "run-mpirun")),
 ]
-# In CI each backend and each launcher once, each signal and each rank several times. MPICH's ends a job only where a
-# rank ends by a signal.
+# In CI each backend once, each signal and each rank. MPICH's launcher ends a job only where a rank ends by a signal.
 SHORT = {
-    "torchrun-native-shm": [(signal.SIGKILL, 0)],
     "horovodrun-horovod-gloo": [(signal.SIGTERM, 1)],
     "mpirun-horovod-mpi": [(signal.SIGSTOP, 0)],
     "mpirun-mpi-mpi": [(signal.SIGKILL, 1)],
-    "mpich-native-shm": [(signal.SIGSTOP, 1)],
+    "mpich-native-shm": [(signal.SIGKILL, 0)],
 }
 
 

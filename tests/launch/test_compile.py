@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from harness.effort import Effort
 from harness.jobs import REPORT_DIR, Launch, collect
 from launch.running import TORCHRUN
 
@@ -15,8 +16,9 @@ NOISE = ("Warning", "torch._dynamo", "recompile_limit")
 
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 def test_compiled_programs_compute_what_they_compute_without_compiler(
-    launch: Launch, backend: str, tmp_path: Path
+    launch: Launch, backend: str, tmp_path: Path, effort: Effort
 ) -> None:
+    effort.require_long(unless=backend == "native")
     size = SIZES[backend]
     argv = [*TORCHRUN[:-1], f"--nproc-per-node={size}", PROGRAM, backend]
     (reports := tmp_path / "reports").mkdir()

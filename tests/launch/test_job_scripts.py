@@ -37,13 +37,10 @@ from dualdist.launch.schedulers import HOST_KEY, MPI_HOSTFILE, SSH_KEY, SSH_KEYS
 @pytest.mark.parametrize(
     ("launcher", "nodes", "tasks", "backend", "transport"),
     [
-        ("srun", 2, 2, "native", "gloo"),
         ("srun", 2, 1, "horovod", "gloo"),
         ("srun", 1, 2, "mpi", "mpi"),
         ("torchrun", 2, 2, "native", "gloo"),
-        ("torchrun", 2, 1, "horovod", "gloo"),
         ("torchrun", 1, 2, "native", "shm"),
-        ("mpirun", 2, 2, "native", "gloo"),
         ("mpirun", 2, 1, "horovod", "mpi"),
         ("mpirun", 2, 1, "mpi", "mpi"),
         ("horovodrun", 1, 2, "horovod", "gloo"),

@@ -12,8 +12,7 @@ from launch.running import TINY_RANK, check
 PROGRAM = str(Path(__file__).with_name("mpi_program.py"))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("case", ["pieces", "one-thread"])
+@pytest.mark.parametrize(("case", "ranks"), [("pieces", 3), ("one-thread", 2)])
 def test_every_collective_is_exact(openmpi: OpenMPI, launch: Launch, case: str, ranks: int) -> None:
     """Tensors that MPI cannot count in one call; an MPI that the program has started, for one thread at a time."""
     launch.reports([*openmpi.run(ranks), sys.executable, PROGRAM, case], ranks)

@@ -37,7 +37,7 @@ def outcome_of(launch: Launch, two_hosts: Hosts, *words: str, host: int = 0) -> 
 
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [("torchrun", "native"), ("horovodrun", "horovod"), ("mpirun", "native"), ("mpirun", "horovod"), ("mpirun", "mpi")],
+    [("torchrun", "native"), ("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")],
 )
 def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: str, backend: str) -> None:
     """By the interface that both share; each has another one, by which they cannot reach each other.

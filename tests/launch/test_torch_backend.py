@@ -44,7 +44,6 @@ CELLS = {
     "shm-2-pure": Cell("torchrun", 2, (("DUALDIST_NO_EXTENSION", "1"),)),
     "gloo-3": Cell("torchrun", 3, ((TRANSPORT, "gloo"),)),
     "mpi-2": Cell("mpirun", 2, ((BACKEND, "mpi"),)),
-    "mpi-3": Cell("mpirun", 3, ((BACKEND, "mpi"),)),
     "horovod-gloo-2": Cell("horovodrun", 2, refused=NO_PEERS),
     "horovod-mpi-2": Cell("mpirun", 2, ((BACKEND, "horovod"),), NO_PEERS),
 }
