@@ -92,6 +92,9 @@ class Messenger(Protocol):
     message: Callable[[bytes, torch.Tensor | None], Message]
     """Begins an allgather of bytes of any length, and of the elements of a small contiguous tensor."""
 
+    payload_bytes: int
+    """The largest such tensor, the same on all ranks."""
+
     def close(self) -> None:
         """Disconnect."""
 

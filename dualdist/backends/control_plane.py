@@ -23,6 +23,7 @@ T = TypeVar("T")
 ROW_BYTES = 512
 LENGTH_BYTES = 4
 INLINE_BYTES = ROW_BYTES - LENGTH_BYTES
+PAYLOAD_BYTES = 128  # of a tensor, which with a request fits one row
 
 
 def exchange(backend: Backend, data: bytes, name: str, payload: torch.Tensor | None = None) -> Message:

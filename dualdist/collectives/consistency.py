@@ -54,23 +54,26 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
         rows = CHUNKS_ON_CPU if device.type == "cpu" else CHUNKS_ELSEWHERE
         products = torch.empty(rows, CHUNK_WORDS, dtype=torch.int64, device=device)
         sums = [_chunk_sums(plain_values(tensors[number]).contiguous(), products) for number in numbers]
-        on_cpu = torch.cat(sums).cpu()
-        for number, chunks in zip(numbers, on_cpu.split(list(map(len, sums))), strict=True):
+        data, begin = torch.cat(sums).cpu().numpy().tobytes(), 0
+        for number, chunks in zip(numbers, sums, strict=True):
+            end = begin + chunks.nbytes
             # With the length, since zeros at the end add nothing to a sum.
-            data = tensors[number].nbytes.to_bytes(8, "little") + chunks.numpy().tobytes()
-            found[number] = hashlib.sha256(data).digest()[:DIGEST_BYTES]
+            hashed = hashlib.sha256(tensors[number].nbytes.to_bytes(8, "little") + data[begin:end])
+            found[number], begin = hashed.digest()[:DIGEST_BYTES], end
     return found
 
 
 def _chunk_sums(tensor: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
     """Return one number per chunk of a contiguous tensor; `products` is memory for some chunks at a time."""
     words, factors = _words(as_bytes(tensor)), _factors(products.device)
-    whole = len(words) // CHUNK_WORDS
+    if (count := words.numel()) <= CHUNK_WORDS:  # a small parameter, of which a model may have thousands
+        return torch.mul(words, factors[:count], out=products[0, :count]).sum(0, keepdim=True)
+    whole = count // CHUNK_WORDS
     chunks, rest = words[: whole * CHUNK_WORDS].view(whole, CHUNK_WORDS), words[whole * CHUNK_WORDS :]
-    pieces = [*chunks.split(len(products)), *([rest.view(1, -1)] if len(rest) else [])]
+    pieces = [*chunks.split(len(products)), *([rest.view(1, -1)] if rest.numel() else [])]
     return torch.cat(
         [
-            torch.mul(each, factors[: each.shape[1]], out=products[: len(each), : each.shape[1]]).sum(1)
+            torch.mul(each, factors[: each.shape[1]], out=products[: each.shape[0], : each.shape[1]]).sum(1)
             for each in pieces
         ]
     )
@@ -78,7 +81,7 @@ def _chunk_sums(tensor: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
 
 def _words(data: torch.Tensor) -> torch.Tensor:
     """Return bytes as 32-bit words; they are copied if they are not aligned."""
-    missing = -len(data) % WORD_BYTES
+    missing = -data.numel() % WORD_BYTES
     if missing or data.storage_offset() % WORD_BYTES:
         data = torch.cat([data, data.new_zeros(missing)])
     return data.view(torch.int32)

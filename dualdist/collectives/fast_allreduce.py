@@ -9,6 +9,7 @@ all ranks take the general path.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,7 @@ import torch
 
 from dualdist.backends.arithmetic import WIDER, Op, ReduceOp, check_op, wire_op
 from dualdist.backends.base import Message
-from dualdist.backends.control_plane import exchange
-from dualdist.backends.shm.host import PAYLOAD_BYTES
+from dualdist.backends.control_plane import PAYLOAD_BYTES, exchange
 from dualdist.collectives import collectives
 from dualdist.collectives.arguments import Reduction, as_tensor, check_reduction, name_of
 from dualdist.collectives.group import EXCHANGE, Group
@@ -94,7 +94,7 @@ class AllreduceSignature:
     before_name: str  # of the message, whose other variable part is the name
     after_name: str
     op: ReduceOp
-    is_inline: bool
+    inline_bytes: float  # infinite if it never travels with the request
     is_ordered: bool  # Note [rank order]; inline payloads are reduced in rank order in any case
 
 
@@ -110,9 +110,9 @@ def signature(op: Op, dtype: torch.dtype, shape: torch.Size, reduction: Reductio
     message = RankRequests((CollectiveRequest(KIND, ANY_NAME, shared_args),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
     is_rounded_once = reduction == "ordered" and dtype in WIDER  # after the division of a mean
-    is_inline = shape.numel() * dtype.itemsize <= PAYLOAD_BYTES and not is_rounded_once
+    inline_bytes = math.inf if is_rounded_once else shape.numel() * dtype.itemsize
     reduced_by: ReduceOp = "mean" if op == "mean" else wire_op(op)
-    return AllreduceSignature(shared_args, before_name, after_name, reduced_by, is_inline, reduction == "ordered")
+    return AllreduceSignature(shared_args, before_name, after_name, reduced_by, inline_bytes, reduction == "ordered")
 
 
 class FastAllreduce(NamedTuple):
@@ -149,17 +149,19 @@ class FastAllreduce(NamedTuple):
     def perform(self, channel: Channel) -> torch.Tensor | Message:
         """Return the reduction, or the ranks' requests if they are not all the same."""
         known, tensor, backend = self.signature, self.tensor, channel.backend
-        payload = tensor if known.is_inline else None
+        messenger = backend.messenger
+        is_inline = known.inline_bytes <= (PAYLOAD_BYTES if messenger is None else messenger.payload_bytes)
+        payload = tensor if is_inline else None
         message = (
             exchange(backend, self.request, EXCHANGE, payload)
-            if backend.messenger is None
-            else backend.messenger.message(self.request, payload)
+            if messenger is None
+            else messenger.message(self.request, payload)
         )
         if not message.advance(SLICE_S):
             channel.finish(message)
         if not message.is_equal:
             return message
-        if known.is_inline:
+        if is_inline:
             return message.reduce_payloads(tensor, known.op, in_place=self.in_place)
         values = tensor.detach()
         output = values if self.in_place else torch.empty_like(values)

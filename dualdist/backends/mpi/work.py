@@ -34,12 +34,21 @@ DATATYPES = {
 # Operations until MPI no longer uses their memory, even if their caller gave up.
 Running = set[Operation[torch.Tensor]]
 OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
-# A rank waits by polling, then yielding its core between polls, then sleeping between them. MPI progresses only when
-# polled, so a rank sleeps only after the time that the operation's bytes take at BYTES_PER_S.
+# A rank waits by polling, then by yielding its core between polls, then by sleeping between them, for a share of the time
+# waited. MPI progresses only when polled, so a rank sleeps only after the time that the bytes take at BYTES_PER_S.
 POLLS = 20
 BUSY_S = 0.005
-PAUSE_S = 0.0001
+PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.001
+PAUSE_SHARE = 0.02  # of the time waited, which a pause adds to it at most
 CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
+
+
+def pause(waited_s: float, busy_s: float) -> None:
+    """Leave the core to others between two polls, after `waited_s` of waiting, of which `busy_s` without sleep."""
+    if waited_s < busy_s:
+        os.sched_yield()
+    else:
+        time.sleep(min(LONGEST_PAUSE_S, max(PAUSE_S, PAUSE_SHARE * (waited_s - busy_s))))
 
 
 class MpiCalls:
@@ -76,6 +85,12 @@ class MpiCalls:
 
     def _memory(self, tensor: torch.Tensor) -> Any:
         return self.api.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+    def meet(self, comm: Any) -> None:
+        """Wait for all ranks of the communicator, as a blocking call of MPI would, but asleep."""
+        request, began = comm.Ibarrier(), time.monotonic()
+        while not request.Test():
+            pause(time.monotonic() - began, BUSY_S)
 
     def translate_error(self, error: Exception) -> DualdistError:
         """Return the dualdist exception for one of MPI."""
@@ -136,10 +151,7 @@ class MpiRequest(Receive):
             if deadline.passed():
                 self._busy_s -= time.monotonic() - began
                 return False
-            if time.monotonic() - began < self._busy_s:
-                os.sched_yield()
-            else:
-                deadline.sleep(PAUSE_S)
+            pause(time.monotonic() - began, self._busy_s)
         return True
 
     def keep_source(self) -> MpiRequest:

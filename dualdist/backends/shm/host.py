@@ -29,10 +29,11 @@ SPIN_S = 0.00003
 TOTAL_BYTES = 1 << 21
 MIN_SLOT_BYTES = 1 << 16
 # Messages: of slots for messages alone, of a length, of the text in a slot, of the payload.
-MESSAGE_SLOT_BYTES = 1 << 10
+MESSAGE_SLOT_BYTES = 17 << 10
 LENGTH_BYTES = 4
 FRAGMENT_BYTES = 768
-PAYLOAD_BYTES = 128  # with a request it fits one row of AllgatherMessage, too
+# Of a payload, which every rank reads from all others, and of all payloads.
+PAYLOAD_BYTES, PAYLOADS_BYTES = 16 << 10, 64 << 10
 CACHE_LINE_BYTES = 64
 
 
@@ -51,6 +52,7 @@ class HostRanks:
 
     def __init__(self, segment: SharedSegment, ranks: Sequence[int], slot_bytes: int) -> None:
         self.size, self.index = segment.size, segment.index
+        self.payload_bytes = min(PAYLOAD_BYTES, PAYLOADS_BYTES // segment.size)  # see Messenger
         self.is_open = True
         self._segment = segment
         self._ranks = ranks
