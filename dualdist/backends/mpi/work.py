@@ -34,7 +34,7 @@ DATATYPES = {
 # Operations until MPI no longer uses their memory, even if their caller gave up.
 Running = set[Operation[torch.Tensor]]
 OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
-# A rank waits by polling, then by yielding its core between polls, then by sleeping between them, for a share of the time
+# A rank waits by polling, then by yielding its core between polls, then by sleeping, for a share of the time
 # waited. MPI progresses only when polled, so a rank sleeps only after the time that the bytes take at BYTES_PER_S.
 POLLS = 20
 BUSY_S = 0.005
