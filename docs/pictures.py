@@ -2,20 +2,27 @@
 
     make docs-pictures              # compares for some minutes; then pictures of its output
     make docs-pictures FROM=report  # pictures of the output that is there
+    make docs-pictures FROM=allreduce.json  # the chart of what `dualdist bench allreduce --json` wrote
 
 The picture of the report needs a browser: apt-get install chromium.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 from PIL import Image
+
+from dualdist.bench.compare.plots import COLOURS, INK, PAPER, STYLE
+from dualdist.bench.report import format_size
 
 IMAGES = Path(__file__).parent / "pages" / "images"
 COMPARE = shlex.split("compare --model mlp --backends native,mpi --transports shm,gloo,mpi --baselines ddp --rounds 6")
@@ -33,8 +40,43 @@ def keep(source: Path, name: str, width: int) -> None:
         scaled.quantize(COLORS).save(IMAGES / f"{name}.png", optimize=True)
 
 
+def draw_allreduces(result: dict[str, Any], path: Path) -> None:
+    """Draw the time of an allreduce by its size and dtype, of dualdist and of others in the same job."""
+    from matplotlib import pyplot
+
+    labels = {"dualdist_": "dualdist", "deepspeed_": "DeepSpeed", "raw_": result["library"]}
+    dtypes = list(dict.fromkeys(size["dtype"] for size in result["sizes"]))
+    with matplotlib.rc_context(STYLE):
+        figure, panels = pyplot.subplots(1, len(dtypes), figsize=(4.2 * len(dtypes), 3.6), sharey=True, squeeze=False)
+        for axes, dtype in zip(panels[0], dtypes, strict=True):
+            sizes = [size for size in result["sizes"] if size["dtype"] == dtype]
+            for colour, (call, label) in zip(COLOURS, labels.items(), strict=False):
+                found = [(each["bytes"], each["calls"][call]["seconds"]) for each in sizes if call in each["calls"]]
+                numbers, times = [nbytes for nbytes, _ in found], [each for _, each in found]
+                spread = [
+                    [1e6 * (each["value"] - each["low"]) for each in times],
+                    [1e6 * (each["high"] - each["value"]) for each in times],
+                ]
+                axes.errorbar(
+                    numbers, [1e6 * each["value"] for each in times], spread, fmt="o-", color=colour, label=label
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(numbers, [format_size(each) for each in numbers], rotation=45, size=9)
+            axes.minorticks_off()
+            axes.set_title(dtype, loc="left", color=INK)
+        panels[0][0].set_ylabel("us")
+        panels[0][0].legend()
+        figure.tight_layout()
+        figure.savefig(path, facecolor=PAPER, metadata={"Date": None})
+
+
 def main(arguments: list[str]) -> None:
-    """Compare, unless a folder is given, and make the pictures."""
+    """Draw the chart of a record, or make the pictures of a comparison, which is made unless its folder is given."""
+    if arguments and arguments[0].endswith(".json"):
+        (result,) = json.loads(Path(arguments[0]).read_text())["results"]
+        draw_allreduces(result, IMAGES / "allreduce.svg")
+        return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(arguments[0]) if arguments else Path(scratch, "report")
         if not arguments:

@@ -51,9 +51,9 @@ from dualdist.utils.suggest import require_choice
 
 BENCHMARKS = {
     "step": "training step time, against DDP and raw Horovod",
-    "allreduce": "allreduce latency and bandwidth, against the raw library and DeepSpeed",
+    "allreduce": "allreduce latency and bandwidth, against other libraries",
     "startup": "time from import to the first collective",
-    "state": "time and memory to broadcast, save and load a large model",
+    "state": "broadcast, save and load of a large model",
     "scale": "a fitted cost model and its predictions for many ranks",
 }
 SHARED = dict.fromkeys(("ranks", "backend", "rounds", "env", "json", "dry_run"), "")

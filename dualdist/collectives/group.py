@@ -264,11 +264,12 @@ class Group:
                     self.wait_times.record_operation(began, began or None)
                 return result
             except BaseException as error:
-                described = self._described(error, call)  # while the probe knows that this rank is here
+                explained = latch.explain(error)
+                described = self._described(explained, call)  # while the probe knows that this rank is here
                 latch.fail(described, call)
                 if described is error:
                     raise
-                raise described from error.__cause__
+                raise described from explained.__cause__
             finally:
                 self._blocking_name = ""
                 if probe is not None:

@@ -97,6 +97,14 @@ class Latch:
             for backend in backends:
                 backend.abandon()
 
+    def explain(self, error: BaseException) -> BaseException:
+        """Return why the connections were broken, for an error that follows from that, else the error."""
+        if self.failure is None or not self.is_reported or not isinstance(error, CollectiveError):
+            return error
+        found = CollectiveError(self.cause)
+        found.__cause__ = self.failure
+        return found
+
     def record_remote(self, error: CollectiveError) -> None:
         """Fail, as another rank has."""
         if self.failure is None and self.is_open:

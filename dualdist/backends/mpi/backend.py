@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 # The thread reduces tensors of at least this size: Note [two ways to reduce].
 LARGE_BYTES = 128 << 10
+ABANDON_S = 0.01  # by which the thread has seen that its call was abandoned, unless it is in MPI
 # Elements or bytes of one call: MPI before version 4 counts in 32 bits.
 MAX_COUNT = (1 << 31) - 1
 
@@ -75,6 +76,7 @@ class MpiBackend(Backend):
         self._running: Running = set()
         self._calls: queue.SimpleQueue[MpiBlockingCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_abandoned = False
         self._children: list[MpiBackend] = []
         self._parent: MpiBackend | None = None  # until close()
 
@@ -86,7 +88,7 @@ class MpiBackend(Backend):
             reduction = mpi.ops[op]
 
             def reduce() -> None:
-                mpi.meet(blocking)
+                mpi.meet(blocking, lambda: self._is_abandoned)
                 for piece in pieces:
                     blocking.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), reduction)
 
@@ -197,15 +199,20 @@ class MpiBackend(Backend):
     def built_with(self) -> dict[str, int]:
         return {"gloo": 0, "mpi": 1, "nccl": 0}
 
+    def abandon(self) -> None:
+        """End the thread's wait for other ranks, before MPI is finished."""
+        self._is_abandoned = True
+
     def close(self) -> None:
         self.is_open = False
+        self.abandon()
         atexit.unregister(self.at_exit)
         for child in list(self._children):
             child.close()
         parent, self._parent = self._parent, None
         if parent is not None:
             parent._children.remove(self)
-        self._calls.put(None)
+        self._end_thread(ABANDON_S)
         if self._running:  # MPI writes to their tensors, and uses the communicators: they stay until the process ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._running))
             atexit.register(mpi_world.end_beside_calls, self.timeout_s, self.mpi.api)  # runs before MPI is finished
@@ -217,6 +224,15 @@ class MpiBackend(Backend):
     def at_exit(self) -> None:
         """Limit the wait for other ranks in a process that exits without close()."""
         mpi_world.end_within(self.timeout_s, self.mpi.api)
+        self._end_thread(self.timeout_s)
+
+    def _end_thread(self, timeout_s: float) -> None:
+        """Let the thread end after the calls that it has; wait for it, as it must not call an MPI that is finished."""
+        self._calls.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        for child in self._children:
+            child._end_thread(timeout_s)
 
     def _child(self, ranks: Sequence[int], rank: int, create: Callable[[Any], Any]) -> MpiBackend:
         comms = (

@@ -51,6 +51,10 @@ def pause(waited_s: float, busy_s: float) -> None:
         time.sleep(min(LONGEST_PAUSE_S, max(PAUSE_S, PAUSE_SHARE * (waited_s - busy_s))))
 
 
+class AbandonedError(Exception):
+    """The session has failed or ended, and no rank waits for this operation."""
+
+
 class MpiCalls:
     """The running MPI of this process. Calls are serialised unless it allows several threads."""
 
@@ -86,11 +90,17 @@ class MpiCalls:
     def _memory(self, tensor: torch.Tensor) -> Any:
         return self.api.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
-    def meet(self, comm: Any) -> None:
-        """Wait for all ranks of the communicator, as a blocking call of MPI would, but asleep."""
+    def meet(self, comm: Any, is_abandoned: Callable[[], bool]) -> None:
+        """Wait for all ranks of the communicator, as a blocking call of MPI would, but asleep.
+
+        Raises:
+            AbandonedError: `is_abandoned` returned True; MPI keeps the request of the barrier.
+        """
         request, began = comm.Ibarrier(), time.monotonic()
         while not request.Test():
             pause(time.monotonic() - began, BUSY_S)
+            if is_abandoned():  # MPI may be finished at any time now
+                raise AbandonedError
 
     def translate_error(self, error: Exception) -> DualdistError:
         """Return the dualdist exception for one of MPI."""
@@ -180,6 +190,10 @@ class MpiBlockingCall(Operation[torch.Tensor]):
         try:
             with torch.cuda.device_of(self.result):
                 self._call()
+        except AbandonedError as error:  # still running, for MPI
+            self._error = self._mpi.translate_error(error)
+            self._has_ended.set()
+            return
         except Exception as error:  # raised by advance()
             self._error = self._mpi.translate_error(error)
             self._error.__cause__ = error
