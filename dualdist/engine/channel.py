@@ -288,8 +288,7 @@ class Channel:
                 can_be_handlers = threading.current_thread() is threading.main_thread()
                 if can_be_handlers and not isinstance(error, DualdistError) and not is_its_own:
                     raise
-                explained = self.latch.explain(error)
-                self._end_first(work, self.monitor.describe(explained, work.what), explained.__cause__)
+                self._end_first(work, self.monitor.describe(error, work.what), error.__cause__)
                 return True
             work.end(None)
         with self._lock:
