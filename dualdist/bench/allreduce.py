@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualdist.bench.jobs import AllreduceOptions, Done, MeasurementSettings, PlannedJob, RunConfig, worker_command
+from dualdist.bench.jobs import AllreduceOptions, Done, MeasurementSettings, PlannedJob, RunConfig, plan_launches
 from dualdist.bench.report import ReportTable, format_ranks, format_size, format_us
 from dualdist.bench.slow_link import link_bytes_s
 from dualdist.bench.statistics import bootstrap_median, machine_noise, pooled_median, time_difference, time_ratio
@@ -44,14 +44,8 @@ def plan_jobs(
     *,
     launches: int,
 ) -> Iterator[PlannedJob]:
-    """Yield one job per launch and configuration; every launch visits all configurations before the next."""
-    for launch in range(launches):
-        for config in configs:
-            key = f"{config.backend}-{config.transport or 'own'}-{config.launcher}-{settings.ranks}-{launch}"
-            file = folder / f"allreduce-{key}.json"
-            tags = {"config": config, "launch": launch, "ranks": settings.ranks}
-            command = worker_command(config, "allreduce", options, file, settings)
-            yield PlannedJob(f"allreduce on {settings.ranks} ranks, {config}", command, (file,), tags)
+    title = f"allreduce on {settings.ranks} ranks"
+    return plan_launches("allreduce", title, configs, options, settings, folder, launches=launches)
 
 
 def summarize(done: Done, slow_link: str | None = None) -> list[dict[str, Any]]:
@@ -71,7 +65,7 @@ def _result(reports: list[dict[str, Any]], slow_link: str | None) -> dict[str, A
     return {
         "link": None if slow_link is None else {"rate": slow_link, "gb_s": link_bytes_s(slow_link) / 1e9},
         **{name: first[name] for name in ("ranks", "num_nodes", "backend", "transport")},
-        **{name: first[name] for name in ("launcher", "device", "threads", "library")},
+        **{name: first[name] for name in ("launcher", "device", "threads", "library", "note")},
         "rounds": first["options"]["rounds"],
         "launches": len(reports),
         "noise": machine_noise(foreign, samples),
@@ -106,7 +100,7 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
     """Yield one table per result and kind of call."""
     for result in results:
         library, link = result["library"], result["link"]
-        notes = [FORMULAS, f"machine: {result['noise']['summary']}"]
+        notes = [FORMULAS, f"machine: {result['noise']['summary']}", *filter(None, [result["note"]])]
         if link is not None:
             notes.append(
                 f"link: {link['rate']} in each direction; an allreduce between two hosts moves each byte once in each, "

@@ -336,6 +336,26 @@ def worker_command(
     return program_command(config, program, settings)
 
 
+def plan_launches(
+    measurement: str,
+    title: str,
+    configs: Sequence[RunConfig],
+    options: AllreduceOptions | StateOptions,
+    settings: MeasurementSettings,
+    folder: Path,
+    *,
+    launches: int,
+) -> Iterator[PlannedJob]:
+    """Yield one job per launch and configuration; every launch visits all configurations before the next."""
+    for launch in range(launches):
+        for config in configs:
+            key = f"{config.backend}-{config.transport or 'own'}-{config.launcher}-{settings.ranks}-{launch}"
+            file = folder / f"{measurement}-{key}.json"
+            tags = {"config": config, "launch": launch, "ranks": settings.ranks}
+            command = worker_command(config, measurement, options, file, settings)
+            yield PlannedJob(f"{title}, {config}", command, (file,), tags)
+
+
 def program_command(config: RunConfig, program: tuple[str, ...], settings: MeasurementSettings) -> Command:
     """Return the command that runs the program on every rank, or once if it spawns its ranks."""
     spawns = config.launcher == SPAWN

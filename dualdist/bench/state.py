@@ -12,7 +12,7 @@ from dualdist.bench.jobs import (
     PlannedJob,
     RunConfig,
     StateOptions,
-    worker_command,
+    plan_launches,
 )
 from dualdist.bench.report import ReportTable, format_ranks, format_size
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_ratio
@@ -31,13 +31,8 @@ def plan_jobs(
     *,
     launches: int,
 ) -> Iterator[PlannedJob]:
-    """Yield one job per launch and configuration; every launch visits all configurations before the next."""
-    for launch in range(launches):
-        for config in configs:
-            file = folder / f"state-{config.backend}-{config.transport or 'own'}-{config.launcher}-{launch}.json"
-            command = worker_command(config, "state", options, file, settings)
-            title = f"state of {format_size(options.nbytes)}, {config}"
-            yield PlannedJob(title, command, (file,), {"config": config, "launch": launch})
+    title = f"state of {format_size(options.nbytes)}"
+    return plan_launches("state", title, configs, options, settings, folder, launches=launches)
 
 
 def summarize(done: Done) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What happens after an operation between some ranks has failed.
+"""The latch, which refuses operations between some ranks once one of them has failed.
 
 Note [failures]: whatever leaves an operation that had begun to send, also an interrupt, closes the latch: this rank
 begins no operation on the channel any more, and its connections are broken, so that the other ranks stop waiting for

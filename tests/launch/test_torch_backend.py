@@ -40,7 +40,6 @@ BACKEND, TRANSPORT = "DUALDIST_BACKEND", "DUALDIST_TRANSPORT"
 NO_PEERS = "the backend horovod has no send and recv"
 CELLS = {
     "shm-2": Cell("torchrun", 2),
-    "shm-3": Cell("torchrun", 3),
     "shm-2-pure": Cell("torchrun", 2, (("DUALDIST_NO_EXTENSION", "1"),)),
     "gloo-3": Cell("torchrun", 3, ((TRANSPORT, "gloo"),)),
     "mpi-2": Cell("mpirun", 2, ((BACKEND, "mpi"),)),

@@ -224,30 +224,31 @@ def measure_allreduces(options: AllreduceOptions) -> dict[str, Any]:
     if raw.is_cpu_only and device.type != "cpu":
         raise UnsupportedError(f"raw {library} is measured on CPU tensors only: add --device cpu")
     with torch_group(device, options.timeout_s, is_needed=library == "torch.distributed"):
-        peers = load_allreduces() if session.current().backend.transport == "shm" else {}
+        peers, note = load_allreduces() if session.current().backend.transport == "shm" else ({}, "")
         sizes = [
-            _measure_size(nbytes, getattr(torch, name), raw, peers, options, device)
-            for name in options.dtypes
+            _measure_size(nbytes, dtype, raw, peers, options, device)
+            for dtype in options.dtypes
             for nbytes in options.sizes
         ]
-    return {"library": library, "sizes": sizes}
+    return {"library": library, "sizes": sizes, "note": note}
 
 
 def _measure_size(
     nbytes: int,
-    dtype: torch.dtype,
+    dtype: str,
     raw: Library,
-    peers: Mapping[torch.dtype, Callable[[torch.Tensor], object]],
+    peers: Mapping[str, Callable[[torch.Tensor], object]],
     options: AllreduceOptions,
     device: torch.device,
 ) -> dict[str, Any]:
-    tensor = torch.zeros(max(1, nbytes // dtype.itemsize), device=device, dtype=dtype)
+    kind: torch.dtype = getattr(torch, dtype)
+    tensor = torch.zeros(max(1, nbytes // kind.itemsize), device=device, dtype=kind)
     name = f"bench.{dtype}.{tensor.numel()}"
     calls: dict[str, Callable[[], object]] = {
         "dualdist_": lambda: dd.allreduce_(tensor, "sum", name=name),
         "dualdist": lambda: dd.allreduce(tensor, "sum", name=f"{name}.new"),
     }
-    if f"{dtype}".removeprefix("torch.") in raw.dtypes:
+    if dtype in raw.dtypes:
         calls |= {"raw_": lambda: raw.allreduce_(tensor), "raw": lambda: raw.allreduce(tensor)}
     if dtype in peers:
         calls["deepspeed_"] = lambda: peers[dtype](tensor)
@@ -256,7 +257,7 @@ def _measure_size(
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, fastest, 1, MAX_REPEATS))
     timings = interleave(calls, repeats, options.rounds, device, WARMUP_CALLS)
     return {
-        "dtype": f"{dtype}".removeprefix("torch."),
+        "dtype": dtype,
         "bytes": tensor.nbytes,
         "repeats": repeats,
         **merge_ranks(dd.allgather_object(timings)),

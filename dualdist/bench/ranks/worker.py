@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
 from dualdist.utils.output_file import write_atomically
 
-# The options of each measurement, and its function in measurements.py or state.py.
-MEASUREMENTS: dict[str, tuple[type[Any], str]] = {
-    "step": (StepOptions, "measure_steps"),
-    "allreduce": (AllreduceOptions, "measure_allreduces"),
-    "sum": (AllreduceOptions, "check_sum"),
-    "memory": (StepOptions, "measure_memory"),
-    "train": (TrainOptions, "train"),
-    "state": (StateOptions, "measure_state"),
+# The options of each measurement, and its module and function; it imports torch, which a process that spawns does not.
+MEASUREMENTS: dict[str, tuple[type[Any], str, str]] = {
+    "step": (StepOptions, "measurements", "measure_steps"),
+    "allreduce": (AllreduceOptions, "measurements", "measure_allreduces"),
+    "sum": (AllreduceOptions, "measurements", "check_sum"),
+    "memory": (StepOptions, "measurements", "measure_memory"),
+    "train": (TrainOptions, "measurements", "train"),
+    "state": (StateOptions, "state", "measure_state"),
 }
 
 
@@ -54,12 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(measurement: str, given: dict[str, Any], path: Path) -> None:
     """Measure in a session; rank 0 writes the report, if there is one."""
     from dualdist import session
-    from dualdist.bench.ranks import measurements, state
     from dualdist.diagnostics import recording
 
     start_time = time.time()
-    options_class, function = MEASUREMENTS[measurement]
-    options, measure = options_class(**given), getattr(state if measurement == "state" else measurements, function)
+    options_class, module, function = MEASUREMENTS[measurement]
+    options, measure = options_class(**given), getattr(import_module(f"dualdist.bench.ranks.{module}"), function)
     if measurement == "memory":  # opens a session only if it needs one, so that each rank writes a report
         topology, backend = detect(os.environ), os.environ.get("DUALDIST_BACKEND", "")
         report = measure(backend, options, topology, Path(f"{path}.store"))
