@@ -29,7 +29,7 @@ HALF := $(VENV)/.half-installed
 READY := $(VENV)/.ready
 SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/csrc/* dualdist/horovod_build/*.py)
 CHECKSUM := $(shell cat $(SOURCES) | cksum)
-NEEDED := hypothesis jinja2 kubeflow.training kubeflow_trainer_api material matplotlib PIL mkdocstrings mpi4py pydantic pytest sklearn yaml
+NEEDED := griffe hypothesis jinja2 kubeflow.training kubeflow_trainer_api material matplotlib PIL mpi4py proselint pydantic pytest sklearn yaml
 WORKS := test -x $(BIN)/horovodrun && $(BIN)/python -Ic \
 	"import importlib.util, horovod.torch; assert all(map(importlib.util.find_spec, '$(NEEDED)'.split()))"
 
@@ -40,7 +40,7 @@ CHOOSE := have=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.vers
 	for each in $(TESTED); do \
 		case "$$index," in *" $$each+cpu,"*) cpu=$$each;; *" $$each,"*) any=$$each;; esac; done; echo $${cpu:-$$any}
 
-.PHONY: setup install demo bench launch docs docs-serve docs-pictures check clean
+.PHONY: setup install demo dist bench launch reference docs docs-serve docs-pictures check clean
 .PHONY: test test-all test-newest test-core test-gpu docker-test
 
 setup:
@@ -71,11 +71,21 @@ install:
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# sdist and wheel, in dist/. The wheel is pure Python: it fits every torch, and has no extension, which needs one torch.
+dist: setup
+	rm -rf dist
+	DUALDIST_NO_EXTENSION=1 $(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 # The files under launch/, from its job files.
 launch: setup
 	@for job in $(basename $(notdir $(wildcard launch/jobs/*.yaml))); do \
 		case $$job in kubernetes-*) file=launch/$$job.yaml;; *) file=launch/$$job.sh;; esac; \
 		$(BIN)/dualdist run --config launch/jobs/$$job.yaml --scheduler $${job%%-*} >$$file || exit; done
+
+# The parts of docs/pages/reference that docstrings and parsers have.
+reference: setup
+	$(BIN)/python docs/reference.py
 
 # The manual, in build/docs; fails at a warning or a dead link, and needs no network.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
@@ -95,7 +105,6 @@ bench: setup
 	$(BIN)/dualdist bench allreduce $(BENCH)
 	$(BIN)/dualdist bench startup
 	$(BIN)/dualdist bench state
-	$(BIN)/dualdist bench scale
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
@@ -127,23 +136,30 @@ test-core: setup
 	$(BIN)/dualdist info | grep "with the C++ extension"
 	$(PYTEST) -m "not full" tests/unit tests/contract -k "not test_laws or spawn-default-shm-2 or horovodrun-gloo-default-gloo-2"
 
-# On a machine with a GPU and a torch for CUDA; elsewhere its tests are skipped.
+# On a machine with a GPU and a torch for CUDA or ROCm; elsewhere its tests are skipped. Its last table, with card and
+# driver, goes into docs/pages/design/measurements.md.
 test-gpu: setup
-	$(PYTEST) tests/launch/test_gpu.py
+	$(BIN)/python -m pytest tests/launch/test_gpu.py
+	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	if [ "$$gpus" -gt 0 ]; then $(BIN)/dualdist bench step --device cuda -np $$gpus --backend native \
+		--model resnet50 --model transformer100m --contenders none,ddp,ddp_view,ddp_best,fsdp2,dualdist; \
+	else echo "torch sees no GPU here: nothing was measured"; fi
 
 # The images' test, with Horovod built in it, too; `make test-all` takes the wheel that set-up has built.
 docker-test: setup
 	DUALDIST_DOCKER=full $(BIN)/python -m pytest tests/docker
 
-# The demo and the manual's hooks use more of the package than its public names.
+# The demo and the manual's generator use more of the package than its public names.
 check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy examples/demo.py docs/hooks.py
+	$(BIN)/mypy examples/demo.py docs/reference.py docs/prose.py
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/shellcheck .ci/run launch/*.sh docker/*.sh
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
+	$(BIN)/python docs/reference.py --check
+	$(BIN)/python docs/prose.py
 
 clean:
 	rm -rf $(VENV)

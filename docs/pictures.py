@@ -3,6 +3,7 @@
     make docs-pictures              # compares for some minutes; then pictures of its output
     make docs-pictures FROM=report  # pictures of the output that is there
     make docs-pictures FROM=allreduce.json  # the chart of what `dualdist bench allreduce --json` wrote
+    make docs-pictures FROM=docs/pages/benchmarks.md  # the chart of the page's table of steps
 
 The picture of the report needs a browser: apt-get install chromium.
 """
@@ -10,6 +11,7 @@ The picture of the report needs a browser: apt-get install chromium.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -71,11 +73,40 @@ def draw_allreduces(result: dict[str, Any], path: Path) -> None:
         figure.savefig(path, facecolor=PAPER, metadata={"Date": None})
 
 
+def draw_steps(page: str, path: Path) -> None:
+    """Draw the first table of the benchmarks' page: the ratios and intervals of each contender, for each model."""
+    from matplotlib import pyplot
+
+    head, *rows = [line.strip("| ").split(" | ") for line in page.split("\n\n| | ")[1].split("\n\n")[0].splitlines()]
+    ratios = [[[float(number) for number in re.findall(r"\d+\.\d+", cell)] for cell in row[1:]] for row in rows[1:]]
+    contenders, places = [row[0].replace("`", "") for row in rows[1:]], range(len(ratios))
+    with matplotlib.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": "steps"}):
+        figure, panels = pyplot.subplots(1, len(head), figsize=(3.2 * len(head), 2.6), sharey=True)
+        for number, (axes, model) in enumerate(zip(panels, head, strict=True)):
+            cells = [row[number] for row in ratios]
+            medians = [median for median, _, _ in cells]
+            spread = [[median - low for median, low, _ in cells], [high - median for median, _, high in cells]]
+            axes.barh(places, medians, xerr=spread, height=0.6, color=COLOURS[0], ecolor=INK)
+            axes.axvline(1, color=INK, linewidth=1)
+            for place, median in enumerate(medians):
+                axes.text(0.02, place, f"{median:.2f}", color=PAPER, verticalalignment="center")
+            axes.set_yticks(places, contenders)
+            axes.set_xlim(0, 1.15)
+            axes.set_title(model, loc="left", color=INK)
+        panels[0].invert_yaxis()
+        figure.supxlabel("step time over that of DDP's defaults; lower is faster", size=10)
+        figure.tight_layout()
+        figure.savefig(path, facecolor=PAPER, metadata={"Date": None})
+
+
 def main(arguments: list[str]) -> None:
-    """Draw the chart of a record, or make the pictures of a comparison, which is made unless its folder is given."""
+    """Draw the chart of a record or a page, or make the pictures of a comparison, in the folder given or a new one."""
     if arguments and arguments[0].endswith(".json"):
         (result,) = json.loads(Path(arguments[0]).read_text())["results"]
         draw_allreduces(result, IMAGES / "allreduce.svg")
+        return
+    if arguments and arguments[0].endswith(".md"):
+        draw_steps(Path(arguments[0]).read_text(), IMAGES / "steps.svg")
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(arguments[0]) if arguments else Path(scratch, "report")

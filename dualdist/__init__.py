@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from dualdist.api import (
     backend,
-    check_consistency,
     device,
     init,
     is_initialized,
@@ -27,7 +26,6 @@ from dualdist.api import (
     save_checkpoint,
     shutdown,
     size,
-    slow_ranks,
     transport,
     wrap_optimizer,
 )
@@ -64,31 +62,36 @@ if TYPE_CHECKING:
     from dualdist.ddp.sync_batch_norm import SyncBatchNorm
     from dualdist.launch.spawn import run, spawn
     from dualdist.logging import info, print, progress, setup_logging
-    from dualdist.operations import (
-        allgather,
+    from dualdist.operations.objects import (
         allgather_object,
-        allreduce,
-        allreduce_,
-        alltoall,
         barrier,
-        broadcast,
-        broadcast_,
         broadcast_object,
         broadcast_optimizer_state,
         broadcast_parameters,
+        check_consistency,
         clip_grad_norm_,
+        join,
+        slow_ranks,
+    )
+    from dualdist.operations.tensors import (
+        allgather,
+        allreduce,
+        allreduce_,
+        alltoall,
+        broadcast,
+        broadcast_,
         gather,
         grouped_allgather,
         grouped_allreduce,
         grouped_allreduce_,
         grouped_reducescatter,
-        join,
         reducescatter,
         scatter,
     )
 
+
 # The modules of names that are imported on first use: they need torch, or few programs use them. The other names of
-# __all__ that are not imported above are of `operations`. For type checkers and editors all of them stand above.
+# __all__ that are not imported above are of operations.tensors. For type checkers and editors all stand above.
 _LAZY = {
     "Compression": "ddp.compression",
     "Metric": "ddp.metric",
@@ -96,6 +99,9 @@ _LAZY = {
     "SyncBatchNorm": "ddp.sync_batch_norm",
     "elastic": "elastic",
     "loader": "data.loader",
+    **dict.fromkeys(("allgather_object", "barrier", "broadcast_object"), "operations.objects"),
+    **dict.fromkeys(("broadcast_optimizer_state", "broadcast_parameters", "check_consistency"), "operations.objects"),
+    **dict.fromkeys(("clip_grad_norm_", "join", "slow_ranks"), "operations.objects"),
     **dict.fromkeys(("run", "spawn"), "launch.spawn"),
     **dict.fromkeys(("info", "print", "progress", "setup_logging"), "logging"),
 }
@@ -188,7 +194,7 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one that th
 
             hint = f"; call dd.{OUR_NAMES[name]}" if name in OUR_NAMES else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-        module = importlib.import_module(f"dualdist.{_LAZY.get(name, 'operations')}")
+        module = importlib.import_module(f"dualdist.{_LAZY.get(name, 'operations.tensors')}")
         globals()[name] = module if name == "elastic" else getattr(module, name)
         return globals()[name]
 

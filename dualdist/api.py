@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from dualdist import session
+from dualdist import session, trace
 from dualdist.collectives.arguments import as_path, require_flags
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.utils.suggest import explain_calls
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from dualdist.collectives.arguments import Reduction
     from dualdist.collectives.group import Group
     from dualdist.data.sampler import Sampler
-    from dualdist.ddp.bucket_plan import GradientOp
     from dualdist.ddp.compression import AnyCompressor
-    from dualdist.monitoring.wait_times import SlowRanks
-    from dualdist.rendezvous.open_session import Session
+    from dualdist.ddp.config import GradientOp
+    from dualdist.session import Session
 
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
@@ -37,14 +36,14 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     that no launcher started is a job of one rank and needs no network.
 
     With the native backend this also initializes torch.distributed's default process group, so that
-    DistributedDataParallel and other torch code work beside dualdist. A default group that exists already is used, and
-    not destroyed by shutdown().
+    DistributedDataParallel and other torch code work alongside dualdist. A default group that exists already is used,
+    and not destroyed by shutdown().
 
     Args:
         backend: "native" (torch.distributed), "horovod", "mpi" (mpi4py), "auto", or a registered name. If None,
             DUALDIST_BACKEND, else "auto". "auto" is the choice that `dualdist compare --save-choice` saved for such a
-            job on this machine; else Horovod under horovodrun, and under mpirun if Horovod was built with MPI; else
-            mpi under mpirun if mpi4py is installed and torch sees no GPU; else native.
+            job on this machine. Without one it is Horovod under horovodrun, and under mpirun if Horovod was built with
+            MPI; else mpi under mpirun if mpi4py is installed and torch sees no GPU; else native.
         timeout_s: the limit, in seconds, for this call and for every later wait for another rank.
 
     Raises:
@@ -61,13 +60,14 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
         >>> f"rank {dd.rank()} of {dd.size()}, started by {dd.launcher()}, on {dd.backend()}"
         'rank 0 of 1, started by none, on single'
     """
+    session.add_observer(trace.ASKED_BY_VARIABLES)
     session.init(backend, timeout_s=timeout_s)
 
 
 def shutdown() -> None:
     """Leave the job; every rank calls this, with no operation under way. init() may be called again afterwards.
 
-    In a child that was forked from a rank it does nothing: the rank's session goes on.
+    In a child that was forked from a rank it does nothing: the rank's session continues.
 
     Raises:
         CheckpointError: an asynchronous save failed.
@@ -284,9 +284,9 @@ def wrap_optimizer(
             are valid until the next backward(); a program that needs them for longer clones them. It may clear them by
             zero_grad() of either kind, replace ``p.grad`` or ``p.grad.data``, ``detach_()`` them and accumulate into
             them. With False, and with `check_every`, they are copied to the tensors that autograd made.
-        reduction: "ordered" adds gradients in the order of ranks, element by element, so that on CPUs a training ends
-            with the same bits on every backend, transport and number of hosts, and with any bucket size; gradients
-            below 32 bits are added in float32 and rounded once. "unordered" adds as the transport does. If None,
+        reduction: "ordered" adds gradients in the order of ranks, element by element. On CPUs a training then ends with
+            the same bits on every backend, transport and number of hosts, and with any bucket size. Gradients below 32
+            bits are added in float32 and rounded once. "unordered" adds as the transport does. If None,
             DUALDIST_REDUCTION, else "unordered".
         shard: divide the optimizer's state between the ranks (ZeRO stage 1, Rajbhandari et al., SC 2020). Every rank
             has all parameters and gradients, and the state of about 1/size of the parameters; step() updates those and
@@ -299,17 +299,16 @@ def wrap_optimizer(
     Raises:
         MismatchError: the ranks' parameters or arguments differ; raised on every rank.
         UnsupportedError: a parameter is not dense, or is a DTensor, as of FSDP.
-        UsageError: an argument is invalid, the optimizer is wrapped already, or DistributedDataParallel has its model;
-            or what is "ordered" was to be compressed, or reduced by "adasum"; or an optimizer that steps on all
-            parameters together, such as LBFGS, was to be sharded.
-
-        From the first backward(), on every rank:
-
-        DriftError: the ranks began with different parameters; call broadcast_parameters() before.
+        UsageError: an argument is invalid, the optimizer is wrapped already, or DistributedDataParallel has its model.
+            Also if "ordered" is combined with compression or "adasum", or `shard` with an optimizer that steps on all
+            parameters together, such as LBFGS.
+        DriftError: from the first backward(), on every rank: the ranks began with different parameters; call
+            broadcast_parameters() before.
         DriftError: from a later step() with `check_every`, on every rank: the ranks hold different parameters. Nothing
             has changed, and training can continue.
-        NonFiniteError: in the same way: gradients are not finite; names them and the ranks that caused it. Not raised
-            if a loss scaler will skip the step, or the program has replaced the gradients.
+        NonFiniteError: from step() with `check_every`, on every rank: gradients are not finite; names them and the
+            ranks that caused it. Not raised if a loss scaler will skip the step, or the program has replaced the
+            gradients.
 
     Note:
         - The optimizer owns the reduction: when it is deleted, gradients are no longer reduced.
@@ -333,8 +332,8 @@ def wrap_optimizer(
         >>> optimizer.step()
     """
     from dualdist.ddp import optimizer as ddp_optimizer
-    from dualdist.ddp.bucket_plan import ReducerConfig, bucket_bytes
     from dualdist.ddp.compression import resolve_compressor
+    from dualdist.ddp.config import ReducerConfig, bucket_bytes
 
     config = ReducerConfig(
         op,
@@ -349,7 +348,7 @@ def wrap_optimizer(
         shard=shard,
     )
     ddp_optimizer.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, config, accumulate)
-    session.record_steps(optimizer, ddp_optimizer.get_sent_bytes, reduction)
+    session.announce_optimizer(optimizer, session.SentGradients(reduction, ddp_optimizer.get_sent_bytes))
     return optimizer
 
 
@@ -490,62 +489,3 @@ def _saver(here: Session) -> CheckpointSaver:
         saver = here.extras[SAVER] = CheckpointSaver(here.world, here.device, here.timeout_s)
         here.close_callbacks.append(saver.finish)
     return saver
-
-
-@disable_compile
-def check_consistency(
-    model: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] = (),
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    buffers: bool = False,
-    group: Group | None = None,
-) -> None:
-    """Raise DriftError on every rank unless all ranks hold bit-identical parameters.
-
-    Every rank of the group calls this. Only hashes of 64 bytes are exchanged.
-
-    Args:
-        model: a module, a state_dict, or named tensors; of the same names and shapes on every rank.
-        optimizer: compare its class, the options of its groups, such as the learning rate, and its state; of a sharded
-            one the class and options.
-        buffers: compare buffers, too, such as the running statistics of batch normalization, which are each rank's own.
-        group: a group of new_group(), or None for all ranks.
-
-    Raises:
-        DriftError: names the first option that differs, with its values, or the first parameter, the ranks that differ
-            from the others, by how much, and NaN or infinite values. Equal bits are equal, also for NaN.
-        MismatchError: the ranks passed different names or shapes.
-
-    Example:
-        >>> dd.check_consistency(torch.nn.Linear(2, 1))
-    """
-    from dualdist.collectives import consistency
-    from dualdist.ddp.optimizer import is_sharded
-
-    all_state = not is_sharded(optimizer)
-    here = session.group_or_world(group)
-    consistency.check_consistency(here, model, optimizer, has_all_state=all_state, buffers=buffers)
-
-
-@disable_compile
-def slow_ranks(*, group: Group | None = None) -> SlowRanks:
-    """Return statistics on which ranks the others waited for since the last call; every rank of the group calls this.
-
-    The first call starts the measurement; with DUALDIST_SLOW_RANKS=1 init() does, and rank 0 prints a table in
-    shutdown(). Only waits of the host are counted, not those of a GPU's stream.
-
-    Args:
-        group: a group of new_group(), or None for all ranks.
-
-    Returns:
-        The same SlowRanks on every rank, which prints as a table. `slowest` is the rank that the others waited for
-        most, or None; `caused_s[rank]` the seconds that each of the others waited for that rank, on average;
-        `waited_s[rank]` the seconds that it waited.
-
-    Example:
-        >>> dd.slow_ranks().slowest is None
-        True
-    """
-    from dualdist.diagnostics import stragglers
-
-    return stragglers.slow_ranks(session.group_or_world(group))

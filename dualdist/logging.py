@@ -84,16 +84,19 @@ def setup_logging(
     Raises:
         UsageError: a level is unknown.
     """
-    of_root, of_others = _level_number(level), _level_number(others)
+    of_root = _level_number(level)
+    of_others = _level_number(others)
 
     def is_shown(record: logging.LogRecord) -> bool:
         rank, size = session.rank_and_size()
         record.rank = f"{rank}/{size}"
         return record.levelno >= (of_root if rank == 0 else of_others)
 
-    root, handler = logging.getLogger(), logging.StreamHandler()
-    for old in [each for each in root.handlers if each.name == HANDLER]:
-        root.removeHandler(old)
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        if old.name == HANDLER:
+            root.removeHandler(old)
+    handler = logging.StreamHandler()
     handler.name = HANDLER
     handler.addFilter(is_shown)
     handler.setFormatter(logging.Formatter(format))
@@ -133,8 +136,9 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
     if session.rank_and_size()[0] != 0 or sys.stderr is None:
         yield from items
         return
-    out, is_terminal = sys.stderr, sys.stderr.isatty() or session.output_mode() == "terminal"
-    head, tail, pause_s = ("\r", "", DRAW_S) if is_terminal else ("", "\n", LINE_S)
+    out = sys.stderr
+    is_terminal = out.isatty() or session.output_mode() == "terminal"
+    pause_s = DRAW_S if is_terminal else LINE_S
     done = width = 0
     began = drawn_at = time.monotonic()
 
@@ -143,7 +147,7 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
         drawn_at = time.monotonic()
         text = f"{description}: " if description else ""
         text += _format_progress(done, total, drawn_at - began, has_bar=is_terminal)
-        out.write(f"{head}{text.ljust(width)}{tail}")
+        out.write(f"\r{text.ljust(width)}" if is_terminal else f"{text}\n")
         out.flush()
         width = len(text) if is_terminal else 0
 

@@ -12,50 +12,119 @@ import atexit
 import contextlib
 import ctypes
 import os
+import pkgutil
 import sys
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dualdist.backends import registry
-from dualdist.backends.horovod.driver import is_elastic, next_slot
 from dualdist.collectives.arguments import REDUCTIONS, Reduction, as_ints, check_limit
 from dualdist.environments import detect
-from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import (
     CLOSED,
     AlreadyInitializedError,
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DualdistError,
     NotInitializedError,
+    RendezvousError,
     TopologyError,
     UnsupportedError,
     UsageError,
 )
-from dualdist.monitoring import failed_exit
-from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT, check_choice
-from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_session, share_messages
+from dualdist.liveness import failed_exit
+from dualdist.liveness.joined_rank import mark_rank, refuse_child, unmark_rank
+from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT, check_choice, describe_choice
+from dualdist.rendezvous.connect import connect_ranks
+from dualdist.rendezvous.elastic_agent import LOSS_REPORT_S, ElasticAgent
+from dualdist.rendezvous.rank_assignment import processes_here
+from dualdist.rendezvous.records import Connected, RendezvousStore, Request
 from dualdist.utils import tracebacks
+from dualdist.utils.deadline import Deadline
 from dualdist.utils.suggest import require_choice
-from dualdist.utils.variables import OUTPUT, TIMELINE, unknown_variables
+from dualdist.utils.variables import OUTPUT, THREADS, unknown_variables
 
 if TYPE_CHECKING:
     import torch
 
+    from dualdist.backends.base import Backend, Store
     from dualdist.collectives.group import Group
-    from dualdist.diagnostics.recording import Recorder
-    from dualdist.diagnostics.timeline import TimelineWriter
-    from dualdist.engine.channel import Observer
+    from dualdist.liveness.rank_status import StatusServer
     from dualdist.topology import Topology
 
-# Set by `dualdist compare` for a program that it times: a folder, the warm-up steps and the steps to time.
-RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
-# If set, rank 0 prints a table of slow ranks at the end.
-SLOW_RANKS = "DUALDIST_SLOW_RANKS"
+# Objects that follow each session, as "module:name" separated by commas; each is a SessionObserver.
+OBSERVERS = "DUALDIST_OBSERVERS"
 # The default of the argument `reduction`.
 REDUCTION = "DUALDIST_REDUCTION"
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open session: the group of all ranks, this rank's location and device, and what was created since."""
+
+    world: Group
+    topology: Topology
+    device: torch.device
+    timeout_s: float
+    hosts: tuple[int, ...]  # for each rank, the lowest rank on the same host
+    store: Store | None  # None if there is one rank
+    key: str  # prefix of this session's keys in the store
+    status_server: StatusServer
+    groups: list[Group] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)  # objects that other modules keep until shutdown
+    close_callbacks: list[Callable[[], None]] = field(default_factory=list)  # called before the groups close
+
+    @property
+    def backend(self) -> Backend:
+        return self.world.backend
+
+    @property
+    def ignored_failure(self) -> str:
+        """Return why an operation failed, if the program continued regardless, or ""."""
+        return next((group.ignored_failure for group in (self.world, *self.groups) if group.ignored_failure), "")
+
+    def close(self) -> None:
+        """Close the groups, the newest first, and the backend; the rank probe last, since errors on the way use it."""
+        with contextlib.ExitStack() as stack:  # closes all of them, last in first out, even if one fails
+            if self.world.monitor.probe is not None:
+                stack.callback(self.world.monitor.probe.close)
+            stack.callback(self.status_server.close)
+            for group in (self.world, *self.groups):
+                stack.callback(group.close)
+            self.groups.clear()
+            unmark_rank(os.environ)
+
+
+class SessionObserver:
+    """Follows every session of this process, after add_observer(); a method that is not overridden does nothing.
+
+    What it appends to Group.observers is called for each operation: see Channel.observers.
+    """
+
+    def opened(self, session: Session, environ: Mapping[str, str]) -> None:
+        """Follow a session that init() has opened; an exception closes it. Its close_callbacks tell of its end."""
+
+    def group_created(self, session: Session, group: Group) -> None:
+        """Follow a group that new_group() has created."""
+
+    def optimizer_wrapped(self, session: Session, optimizer: torch.optim.Optimizer, gradients: SentGradients) -> None:
+        """Follow an optimizer that reduces gradients from now on."""
+
+
+@dataclass(frozen=True)
+class SentGradients:
+    """The reduction of a wrapped optimizer's gradients, and its cost.
+
+    `reduction` is the one that the program asked for, None for the default; `sent_bytes` returns the bytes that this
+    rank sent for the last steps of optimizers.
+    """
+
+    reduction: str | None
+    sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int]
 
 
 @dataclass
@@ -68,8 +137,7 @@ class _ProcessState:
     groups: int = 0  # created by new_group() in any session
     exported: tuple[str, ...] = ()  # variables set by export_env(), removed by the next init()
     rendezvous_store: RendezvousStore = field(default_factory=RendezvousStore)
-    recorder: Recorder | None = None
-    timeline: TimelineWriter | None = None
+    observers: list[SessionObserver] = field(default_factory=list)
     has_reported_choice: bool = False
     ignored_failure: str = ""  # the last session's failure, if the program went on despite it
     forked_from: Topology | None = None  # of the rank with a session that forked this process: Note [forked child]
@@ -149,8 +217,40 @@ def output_mode() -> str:
     return os.environ.get(OUTPUT, "")
 
 
+def elastic_agent() -> ElasticAgent | None:
+    """Return the connection to the `dualdist run --min-ranks` that started this process, None without one."""
+    return _process.rendezvous_store.agent
+
+
+def note_state() -> None:
+    """Note for `dualdist run` that this program has the training's state, which it may give to others."""
+    if (agent := elastic_agent()) is not None:
+        agent.has_state = True
+
+
+def note_timeout(error: BaseException) -> None:
+    """Note for `dualdist run` whether an operation ended by its time limit: then a rank that is late has hung."""
+    if (agent := elastic_agent()) is not None:
+        agent.timed_out = isinstance(error, CollectiveTimeoutError)
+
+
 def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_group: bool = True) -> None:
-    """Open the session; see dualdist.api.init. The native backend sets torch's default group up if asked to."""
+    """Open the session; see dualdist.api.init. The native backend sets torch's default group up if asked to.
+
+    If a rank is lost meanwhile and `dualdist run` keeps the others, they meet again without it.
+    """
+    while True:
+        try:
+            _init_once(backend, timeout_s, sets_default_group)
+            return
+        except (CollectiveError, RendezvousError) as error:
+            agent = elastic_agent()
+            if agent is None or not (loss := agent.find_loss(agent.generation, LOSS_REPORT_S)):
+                raise
+            print(f"dualdist: {loss} before the ranks had met ({error}); they meet again", file=sys.stderr, flush=True)
+
+
+def _init_once(backend: str | None, timeout_s: float, sets_default_group: bool) -> None:
     tracebacks.install_hooks(os.environ)
     _require_unforked()
     if _process.session is not None:
@@ -159,40 +259,72 @@ def init(backend: str | None = None, *, timeout_s: float = 300, sets_default_gro
             f"{_process.session.topology.size} already. Call dd.shutdown() first, as to run a notebook's cell again"
         )
     check_limit(timeout_s)
-    environ, began = os.environ, time.time()
+    environ = os.environ
     for name in _process.exported:
         environ.pop(name, None)
     _process.exported = ()
     requested, transport = requested_choice(backend, environ)
-    name = _next_name(environ, timeout_s)
+    refuse_child(environ, detect(environ))  # before the launcher is asked for a rank
+    key = _process.rendezvous_store.next_key(environ, _process.sessions, timeout_s)
     _process.sessions += 1
     if _process.sessions == 1:
         atexit.register(_exit_if_failed)  # registered before the backend's callbacks, so it runs after them
         os.register_at_fork(after_in_child=_leave_to_parent)
+    for place in filter(None, environ.get(OBSERVERS, "").split(",")):
+        add_observer(_load_observer(place))
     reduction = environ.get(REDUCTION) or "unordered"
     require_choice(reduction, REDUCTIONS, REDUCTION)
-    plan = _recording_plan(environ)
     topology = detect(environ)
     for problem in unknown_variables(environ):
         # Shown by rank 0, and raised on all ranks where warnings are errors.
         with contextlib.nullcontext() if topology.rank == 0 else warnings.catch_warnings(record=True):
-            warnings.warn(problem, stacklevel=4)  # the line of the program that calls dd.init()
-    session = open_as_requested(
-        requested,
-        SessionConfig(topology, environ, transport, name, timeout_s, _process.rendezvous_store, sets_default_group),
-    )
+            warnings.warn(problem, stacklevel=5)  # the line of the program that calls dd.init()
+    request = Request(topology, environ, transport, key, timeout_s, _process.rendezvous_store, sets_default_group)
+    session = open_session(requested, request)
+    if session.topology.rank == 0 and _process.sessions == 1 and not environ.get(THREADS):
+        _report_threads(session.topology.local_size)
     session.world.reduction = cast("Reduction", reduction)
     _process.session, _process.ignored_failure = session, ""
-    if environ.get(TIMELINE):
-        _start_timeline(session, environ[TIMELINE])
-    if environ.get(SLOW_RANKS, "0") not in ("", "0"):
-        from dualdist.diagnostics.stragglers import report_at_shutdown
+    try:
+        for observer in _process.observers:
+            observer.opened(session, environ)
+    except BaseException:
+        _process.session = None
+        session.close()
+        raise
 
-        session.close_callbacks.append(report_at_shutdown(session.world))
-    if plan is not None and _process.recorder is None:
-        from dualdist.diagnostics.recording import recorder_of
 
-        _process.recorder = recorder_of(session, *plan, began)
+def _report_threads(local_size: int) -> None:
+    """Print what to set if the ranks of this host have more threads together than it has cores."""
+    import torch
+
+    from dualdist.utils.machine import cores_per_rank, machine_cores
+
+    threads, share = torch.get_num_threads(), cores_per_rank(local_size)
+    if local_size > 1 and threads > share:
+        print(
+            f"dualdist: the {local_size} ranks of this host have {threads} threads each, for {machine_cores()} cores: "
+            f"set {THREADS}={share}, as dualdist run and dualdist exec do",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def add_observer(observer: SessionObserver) -> None:
+    """Let the observer follow the sessions that are opened from now on; a second call with it does nothing."""
+    if observer not in _process.observers:
+        _process.observers.append(observer)
+
+
+def _load_observer(place: str) -> SessionObserver:
+    """Return the observer "module:name"; raise UsageError if there is none."""
+    try:
+        found = pkgutil.resolve_name(place)
+    except Exception as error:  # of the module, too
+        raise UsageError(f"{OBSERVERS}: {place!r} cannot be loaded ({error}): expected module:name") from error
+    if not isinstance(found, SessionObserver):
+        raise UsageError(f"{OBSERVERS}: {place!r} is no dualdist.session.SessionObserver")
+    return found
 
 
 def requested_choice(backend: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -205,65 +337,84 @@ def requested_choice(backend: str | None, environ: Mapping[str, str]) -> tuple[s
     return requested, transport
 
 
-def open_as_requested(requested: str, config: SessionConfig) -> Session:
+def open_session(requested: str, request: Request) -> Session:
     """Open a session; raise UnsupportedError if it runs over another transport than the requested one."""
-    session, transport = open_session(requested, config, _print_choice), config.transport
-    if transport in ("", session.backend.transport) or session.backend.transport == "none":
-        return session
-    spec = registry.find(session.backend.name)
+    connected = connect_ranks(requested, request, _print_choice)
+    session = _start(connected, request)
+    mark_rank(os.environ, session.topology)
+    transport, actual = request.transport, session.backend.transport
+    if (saved := connected.saved) is not None and session.topology.rank == 0:
+        instead = "" if actual == saved.transport else f"; here it runs over {actual} instead"
+        _print_choice(f"{describe_choice(saved, request.environ)}{instead}")
     # A single rank has nothing to share memory with.
-    if not (session.topology.size == 1 and spec is not None and transport == "shm" and transport in spec.transports):
-        session.close()
-        raise UnsupportedError(
-            f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "
-            "here: unset it, or choose a backend and a launcher that support it"
-        )
-    return session
+    is_alone = session.topology.size == 1 and transport == "shm"
+    spec = registry.find(session.backend.name)
+    if transport in ("", actual) or actual == "none" or (is_alone and spec and transport in spec.transports):
+        return session
+    session.close()
+    raise UnsupportedError(
+        f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {actual} "
+        "here: unset it, or choose a backend and a launcher that support it"
+    )
 
 
-def _next_name(environ: MutableMapping[str, str], timeout_s: float) -> str:
-    """Return the new session's key in the store: the same on all ranks, and not used before."""
-    if not is_elastic(environ):
-        return f"dualdist/{_process.sessions}"
-    if _process.sessions:
-        environ.update(next_slot(environ, timeout_s))
-        _process.rendezvous_store = RendezvousStore()  # an unused one: another process may be rank 0 now
-    return f"dualdist/{ELASTIC}"  # not numbered: ranks that were started later have had fewer sessions
+def _start(connected: Connected, request: Request) -> Session:
+    """Return the session of connected ranks.
 
+    The group of all ranks has its own connections for CPU tensors: the program may use torch's default group while a
+    thread uses ours.
+    """
+    from dualdist.backends.staging import with_staging
+    from dualdist.collectives.group import Group
+    from dualdist.engine.monitor import Monitor
+    from dualdist.liveness.process_state import ProcessIdentity
+    from dualdist.liveness.rank_probe import RankProbe
+    from dualdist.liveness.rank_status import StatusServer
 
-def _recording_plan(environ: Mapping[str, str]) -> tuple[Path, int, int] | None:
-    """Return the folder, the warm-up steps and the steps to time if `dualdist compare` set the variables."""
-    if RECORD not in environ:
-        return None
+    topology, locations, timeout_s = connected.topology, connected.locations, request.timeout_s
+    device = request.device(topology)
+    backend = with_staging(connected.backend, device)
+    store = None if topology.size == 1 else connected.store
+    hosts = tuple(location.host for location in locations)
+    opened: list[Callable[[], None]] = [backend.close]
     try:
-        return Path(environ[RECORD]), int(environ[RECORD_WARMUP]), int(environ[RECORD_STEPS])
-    except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"{RECORD} is set, but {RECORD_WARMUP} or {RECORD_STEPS} is not a number: dualdist compare sets all three; "
-            f"unset {RECORD}"
-        ) from error
-
-
-def _start_timeline(session: Session, path: str) -> None:
-    """Trace the session; the file is complete after shutdown()."""
-    from dualdist.diagnostics.timeline import start_timeline
-
-    backend = session.backend
-    about = f"{backend.name} over {backend.transport}, {session.topology.launcher}"
-    try:
-        _process.timeline = start_timeline(path, session.world, _process.sessions - 1, about)
-    except UsageError:
-        _process.session = None
-        session.close()
+        probe = None
+        if store is not None:
+            processes = processes_here(locations, topology.rank)
+            probe = RankProbe(store, backend.rank, f"{connected.key}/roll", processes, timeout_s)
+            opened.append(probe.close)
+        monitor = Monitor(probe, backend.ranks, "all ranks")
+        with monitor.operation("dd.init"):
+            operations = backend.duplicate("operations")
+            _share_messages(operations, store, f"{connected.key}/requests", hosts, timeout_s)
+    except BaseException:
+        for close in opened[::-1]:  # or the next init() would take torch's default group for the program's own
+            with contextlib.suppress(DualdistError):  # the first error says more
+                close()
         raise
-    session.close_callbacks.append(_process.timeline.finish)
+    world = Group(operations, monitor, timeout_s, backend)
+    groups: list[Group] = []
+    first = locations[0].process
+    server = StatusServer(
+        topology,
+        ProcessIdentity.loads(first).pid if first else os.getpid(),
+        probe,
+        lambda: sum(group.gradient_reductions for group in (world, *groups)),
+    )
+    return Session(world, topology, device, timeout_s, hosts, store, connected.key, server, groups)
 
 
-def set_observers(group: Group, *observers: Observer) -> None:
-    """Replace the group's observers, but for the timeline."""
-    group.observers[:] = observers
-    if _process.timeline is not None:
-        _process.timeline.listener.observe(group)
+def _share_messages(backend: Backend, store: Store | None, key: str, hosts: Sequence[int], timeout_s: float) -> None:
+    """Let messages go through shared memory if the backend's ranks share a host; all of them call this."""
+    ranks, index = backend.ranks, backend.rank
+    if store is None or index < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
+        return
+    if backend.messenger is not None:
+        return
+    from dualdist.backends.shm.host import MESSAGE_SLOT_BYTES, connect_host
+
+    with contextlib.suppress(BackendUnavailableError):  # messages go over the backend
+        backend.messenger = connect_host(store, key, ranks, index, MESSAGE_SLOT_BYTES, Deadline(timeout_s))
 
 
 def _print_choice(message: str) -> None:
@@ -273,16 +424,10 @@ def _print_choice(message: str) -> None:
         print(f"dualdist: {message}", file=sys.stderr, flush=True)
 
 
-def record_steps(
-    optimizer: torch.optim.Optimizer,
-    sent_bytes: Callable[[Sequence[torch.optim.Optimizer]], int],
-    reduction: str | None = None,
-) -> None:
-    """Record the wrapped optimizer's steps for `dualdist compare` and the timeline, if either is active."""
-    if _process.recorder is not None:
-        _process.recorder.attach(optimizer, reduction, sent_bytes)
-    if _process.timeline is not None:
-        _process.timeline.listener.attach(optimizer)
+def announce_optimizer(optimizer: torch.optim.Optimizer, gradients: SentGradients) -> None:
+    """Tell the observers of an optimizer that reduces gradients from now on."""
+    for observer in _process.observers:
+        observer.optimizer_wrapped(current(), optimizer, gradients)
 
 
 def export_env(values: Mapping[str, str]) -> None:
@@ -296,13 +441,10 @@ def shutdown() -> None:
     if _process.forked_from is not None:
         return  # the session is the parent's
     session = current()
-    if _process.recorder is not None:
-        _process.recorder.finish()
     _process.session, _process.ignored_failure = None, session.ignored_failure
     _process.was_shut_down = True
     with contextlib.ExitStack() as stack:  # runs all of them even if one fails
         stack.callback(session.close)
-        stack.callback(setattr, _process, "timeline", None)
         for callback in reversed(session.close_callbacks):
             stack.callback(callback)
 
@@ -333,13 +475,14 @@ def new_group(ranks: Sequence[int]) -> Group:
     world = session.world
     name = world.next_name("new_group")
     backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda backend: backend.subgroup(members, name))
-    share_messages(backend, session.store, f"{session.key}/{name}", session.hosts, session.timeout_s)
+    _share_messages(backend, session.store, f"{session.key}/{name}", session.hosts, session.timeout_s)
     _process.groups += 1
     monitor = Monitor(world.monitor.probe, members, name)
     group = Group(backend, monitor, session.timeout_s, number=_process.groups)
     group.reduction = world.reduction
     session.groups.append(group)
-    set_observers(group)
+    for observer in _process.observers:
+        observer.group_created(session, group)
     return group
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 from dualdist.errors import TopologyError
 
 # The way to rank 0: none needed; rank 0 listens at address and port; the launcher's agent serves a store there; the
-# store of Horovod's launcher; MPI broadcast; a Slurm step's shared folder.
-Rendezvous = Literal["none", "address", "agent", "horovod", "mpi", "slurm"]
+# store of Horovod's launcher; MPI broadcast; `dualdist run --min-ranks`; a Slurm step's shared folder; dd.spawn's file.
+Rendezvous = Literal["none", "address", "agent", "horovod", "mpi", "run", "slurm", "spawn"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dualdist as dd
-from common import curves, data
+from common import curves, data, precision
 from common.help import parser
 from common.ranks import parameter_hash
 from dualdist.utils.torchvision_import import load_torchvision
@@ -35,22 +35,28 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda epoch: 0.5 * (1 + math.cos(math.pi * epoch / options.epochs))
         )
-        self.validation_set = validation_set
+        self.scaler = precision.grad_scaler(options.amp)
         self.options = options
         self.step = 0
+        how = data.loading(options.workers, dd.device())
         if alone:
-            self.loader = data.not_empty(DataLoader(train_set, options.batch_size, shuffle=True, drop_last=True))
+            loader = DataLoader(train_set, options.batch_size, shuffle=True, drop_last=True, **how)
+            self.loader = data.not_empty(loader)
             return
         dd.broadcast_parameters(self.model)
         dd.wrap_optimizer(self.optimizer)
         self.sampler = dd.Sampler(train_set, remainder="drop")
-        self.loader = data.not_empty(dd.loader(train_set, options.batch_size, sampler=self.sampler, drop_last=True))
+        loader = dd.loader(train_set, options.batch_size, sampler=self.sampler, drop_last=True, **how)
+        self.loader = data.not_empty(loader)
+        self.validation_loader = DataLoader(data.share(validation_set), options.batch_size, **how)
 
     def run_batch(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(images.to(dd.device())), labels.to(dd.device()))
-        loss.backward()
-        self.optimizer.step()
+        with precision.autocast(self.options.amp):
+            loss = F.cross_entropy(self.model(images.to(dd.device())), labels.to(dd.device()))
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.step += 1
         return loss.detach()
 
@@ -69,14 +75,16 @@ class Trainer:
         dd.broadcast_parameters(dict(self.model.named_buffers()))  # batch norm's statistics
         self.model.eval()
         accuracy = dd.Metric("accuracy")
-        for images, labels in DataLoader(data.share(self.validation_set), self.options.batch_size):
-            is_right = self.model(images.to(dd.device())).argmax(1).cpu() == labels
+        for images, labels in self.validation_loader:
+            with precision.autocast(self.options.amp):
+                is_right = self.model(images.to(dd.device())).argmax(1).cpu() == labels
             accuracy.update(is_right.float().mean(), len(labels))
         return accuracy.value()
 
     def train(self, alone: float) -> None:
         """All epochs, from the last snapshot on where there is one; rank 0 tells how it goes."""
-        state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler}
+        names = ("model", "optimizer", "scheduler", "scaler", "sampler")
+        state = {name: getattr(self, name) for name in names}
         if self.options.snapshots:
             found = dd.load_checkpoint(self.options.snapshots, **state)
             self.step = found["step"] if found else 0
@@ -111,8 +119,10 @@ def main() -> None:
     flags.add_argument("--download", action="store_true", help="one rank of each node downloads it to --data")
     flags.add_argument("--epochs", type=int, default=3, help="times that all images are seen")
     flags.add_argument("--batch-size", type=int, default=32, help="images per rank")
+    flags.add_argument("--workers", type=int, default=0, help="processes per rank that load images")
+    flags.add_argument("--amp", action="store_true", help=precision.HELP)
     flags.add_argument("--lr", type=float, default=0.05, help="learning rate at the beginning")
-    flags.add_argument("--limit", type=int, metavar="N", help="take so many images only")
+    flags.add_argument("--limit", type=int, metavar="N", help="take N images only")
     flags.add_argument("--snapshots", metavar="DIR", help="keep one for each epoch there, and go on from the last")
     curves.add_flags(flags)
     options = flags.parse_args()

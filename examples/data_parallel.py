@@ -2,6 +2,8 @@
 
     dualdist run -np 2 examples/data_parallel.py
 
+Written for GPUs, too, and not run on one yet.
+
 nn.DataParallel is one process with a thread for each GPU. The threads share one interpreter lock; in each step the
 model is copied to all GPUs, and all outputs and gradients are collected on the first one, which needs the most memory.
 It ends at the edge of the host, and on CPUs it does nothing: the module runs as it is. Ranks have an interpreter each,

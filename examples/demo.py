@@ -153,7 +153,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="how many each run has")
     parser.add_argument("--steps", type=int, default=50, help="steps that each run trains")
     parser.add_argument("--model", default="resnet18", help="as for train.py")
-    parser.add_argument("--only", action="append", metavar="NAME", help="of " + ", ".join(each.name for each in RUNS))
+    parser.add_argument("--only", action="append", metavar="NAME", help=", ".join(each.name for each in RUNS))
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
     options = parser.parse_args()
     if options.ranks < 2:

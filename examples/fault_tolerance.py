@@ -2,7 +2,7 @@
 
     dualdist run -np 2 --max-restarts 1 examples/fault_tolerance.py --kill 1:25
 
-At step 25 rank 1 ends itself as `kill -9` would. The launcher ends the other ranks and starts all anew; they load the
+At step 25 rank 1 ends itself as `kill -9` would. The launcher ends the other ranks and starts all again; they load the
 newest good checkpoint and see the rest of the epoch's images once each, as if nothing had happened. The parameters at
 the end are those of a run without --kill, on CPUs bit for bit. Or leave --kill out, and kill a rank yourself.
 """
@@ -25,7 +25,7 @@ from common.ranks import parameter_hash
 
 @dd.elastic.run  # the state is that of the newest checkpoint when this begins
 def train(state: dd.elastic.State, loader: torch.utils.data.DataLoader, options: argparse.Namespace) -> None:
-    began_anew = state.step == 0
+    is_first_start = state.step == 0
     place = f"step {state.step}, at image {state.sampler.position} of epoch {state.sampler.epoch}"
     dd.print(f"{dd.size()} ranks begin with {place}")
     for _ in range(state.sampler.epoch, options.epochs):
@@ -36,7 +36,7 @@ def train(state: dd.elastic.State, loader: torch.utils.data.DataLoader, options:
             state.optimizer.step()
             state.step += 1
             state.commit()  # after every step; each --every-th one is saved
-            if began_anew and options.kill == f"{dd.rank()}:{state.step}":
+            if is_first_start and options.kill == f"{dd.rank()}:{state.step}":
                 print(f"rank {dd.rank()} is killed at step {state.step}", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,7 +46,9 @@ def main() -> None:
     flags.add_argument("--checkpoints", default="checkpoints", metavar="DIR", help="where they are kept")
     flags.add_argument("--every", type=int, default=10, metavar="N", help="steps between two checkpoints")
     flags.add_argument("--epochs", type=int, default=2, help="times that all images are seen")
-    flags.add_argument("--kill", metavar="RANK:STEP", help="end this rank after this step of a run that begins anew")
+    flags.add_argument(
+        "--kill", metavar="RANK:STEP", help="end this rank after this step of a run without a checkpoint"
+    )
     options = flags.parse_args()
     dd.init()
     torch.manual_seed(dd.rank())  # each rank has its own dropout; a checkpoint has every rank's random state

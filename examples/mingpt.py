@@ -3,11 +3,13 @@
     dualdist run -np 2 examples/mingpt.py --steps 200
 
 AdamW, clipping, gradients that are added up over --accumulate batches before they travel, and travel in bfloat16. The
-text is what `help()` shows, which comes with Python; --text takes any other.
+text is what `help()` shows, which comes with Python; --text takes any other. With --snapshots DIR a run that is started
+again goes on where it was, also in the middle of an epoch.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -77,38 +79,19 @@ class Passages(Dataset):
         return piece[:-1], piece[1:]
 
 
-def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--text", type=Path, metavar="FILE", help="what to learn")
-    flags.add_argument("--steps", type=int, default=100, help="steps of the optimizer")
-    flags.add_argument("--batch-size", type=int, default=16, help="passages per rank and backward")
-    flags.add_argument("--accumulate", type=int, default=2, help="backwards before each step")
-    flags.add_argument("--context", type=int, default=64, help="characters that are seen together")
-    flags.add_argument("--layers", type=int, default=2, help="attention blocks")
-    flags.add_argument("--width", type=int, default=64, help="numbers for each character")
-    flags.add_argument("--lr", type=float, default=3e-3, help="learning rate")
-    flags.add_argument("--write", type=int, default=200, metavar="N", help="characters to write at the end")
-    curves.add_flags(flags)
-    options = flags.parse_args()
-    dd.init()
-    torch.manual_seed(0)
-    text = options.text.read_text("utf-8") if options.text else "\n\n".join(topics.values())
-    alphabet = sorted(set(text))
-    number = {character: n for n, character in enumerate(alphabet)}
-    passages = Passages(torch.tensor([number[character] for character in text]), options.context)
-
-    model = GPT(len(alphabet), options.context, options.layers, heads=4, width=options.width).to(dd.device())
-    dd.broadcast_parameters(model)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], options.lr)
-    dd.wrap_optimizer(optimizer, model.named_parameters(), accumulate=options.accumulate, compression="bf16")
-    sampler = dd.Sampler(passages, remainder="drop")
+def train(
+    model: GPT, optimizer: torch.optim.Optimizer, sampler: dd.Sampler, passages: Dataset, options: argparse.Namespace
+) -> None:
+    """All steps, from the last snapshot on where there is one."""
     loader = not_empty(dd.loader(passages, options.batch_size, sampler=sampler, drop_last=True))
-
-    curve, backwards = curves.Curves(options), 0
-    while backwards < options.steps * options.accumulate:
-        for seen, following in loader:
+    state = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    found = dd.load_checkpoint(options.snapshots, **state) if options.snapshots else None
+    step = found["step"] if found else 0
+    if found:
+        dd.print(f"goes on after step {step}")
+    curve, backwards = curves.Curves(options), step * options.accumulate
+    while step < options.steps:
+        for seen, following in loader:  # from where the snapshot was taken, in the middle of an epoch
             scores = model(seen.to(dd.device()))
             loss = F.cross_entropy(scores.flatten(0, 1), following.to(dd.device()).flatten())
             (loss / options.accumulate).backward()
@@ -123,14 +106,51 @@ def main() -> None:
                 mean = dd.allreduce(loss.detach()).item()
                 curve.add(step, loss=mean)
                 dd.print(f"step {step}/{options.steps}: loss {mean:.4f}")
+            if options.snapshots and (step % options.every == 0 or step == options.steps):
+                dd.save_checkpoint(options.snapshots, **state, step=step)
             if step == options.steps:
                 break
     curve.close()
+
+
+def main() -> None:
+    options = parse()
+    dd.init()
+    torch.manual_seed(0)
+    text = options.text.read_text("utf-8") if options.text else "\n\n".join(topics.values())
+    alphabet = sorted(set(text))
+    number = {character: n for n, character in enumerate(alphabet)}
+    passages = Passages(torch.tensor([number[character] for character in text]), options.context)
+
+    model = GPT(len(alphabet), options.context, options.layers, heads=4, width=options.width).to(dd.device())
+    dd.broadcast_parameters(model)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], options.lr)
+    dd.wrap_optimizer(optimizer, model.named_parameters(), accumulate=options.accumulate, compression="bf16")
+    train(model, optimizer, dd.Sampler(passages, remainder="drop"), passages, options)
     dd.print(f"every rank has the parameters {parameter_hash(model):.16}")
     if dd.rank() == 0:
         start = torch.tensor([[number[text[0]]]], device=dd.device())
         print("".join(alphabet[n] for n in model.eval().write(start, options.write)[0].tolist()))
     dd.shutdown()
+
+
+def parse() -> argparse.Namespace:
+    flags = parser(__doc__)
+    flags.add_argument("--text", type=Path, metavar="FILE", help="what to learn")
+    flags.add_argument("--steps", type=int, default=100, help="steps of the optimizer")
+    flags.add_argument("--batch-size", type=int, default=16, help="passages per rank, in each backward")
+    flags.add_argument("--accumulate", type=int, default=2, help="backwards before each step")
+    flags.add_argument("--context", type=int, default=64, help="characters that are seen together")
+    flags.add_argument("--layers", type=int, default=2, help="attention blocks")
+    flags.add_argument("--width", type=int, default=64, help="numbers for each character")
+    flags.add_argument("--lr", type=float, default=3e-3, help="learning rate")
+    flags.add_argument("--write", type=int, default=200, metavar="N", help="characters to write at the end")
+    flags.add_argument("--snapshots", metavar="DIR", help="keep them there, and go on from the last")
+    flags.add_argument("--every", type=int, default=50, metavar="N", help="steps between two snapshots")
+    curves.add_flags(flags)
+    return flags.parse_args()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python examples/rendezvous.py --init-method tcp://127.0.0.1:29400 --rank 0 --world-size 2 &
     python examples/rendezvous.py --init-method tcp://127.0.0.1:29400 --rank 1 --world-size 2
 
-tcp://host:port names a free port on rank 0's host, file:///folder/name a file that is not there yet, in a folder that
-all ranks share. env://, the default, means that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. Launchers do
-all this by themselves: under torchrun, horovodrun, mpirun or srun, dd.init() needs nothing of it.
+With tcp://host:port it is a free port on rank 0's host. With file:///folder/name it is a file that does not exist yet,
+in a folder that all ranks share. env://, the default, means that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
+Launchers do all this by themselves: under torchrun, horovodrun, mpirun or srun, dd.init() needs none of it.
 """
 
 from __future__ import annotations

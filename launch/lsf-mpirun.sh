@@ -1,5 +1,6 @@
 #!/bin/bash
 # LSF, mpirun: 4 nodes, 4 ranks on each. Made by `dualdist run --scheduler`, see launch/README.md.
+# Not run on GPUs yet: dualdist's tests have CPUs only.
 
 # ==== edit from here ====
 #BSUB -J train

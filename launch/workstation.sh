@@ -1,5 +1,6 @@
 #!/bin/bash
 # A workstation, torchrun: 1 node, 4 ranks on each. Made by `dualdist run --scheduler`, see launch/README.md.
+# Not run on GPUs yet: dualdist's tests have CPUs only.
 
 # ==== edit from here ====
 ranks_per_node=4

@@ -158,12 +158,26 @@ def slurm(_cluster: slurm_cluster.Slurm) -> Iterator[slurm_cluster.Slurm]:
 def _two_hosts(
     base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, _orphans_stay_ours: None
 ) -> Iterator[hosts.Hosts]:
+    _require_hosts(base_env)
+    with hosts.two_hosts(tmp_path_factory.mktemp("hosts"), base_env) as up:
+        yield up
+
+
+@pytest.fixture
+def ipv6_hosts(base_env: Mapping[str, str], tmp_path: Path) -> Iterator[hosts.Hosts]:
+    """Two hosts without IPv4."""
+    _require_hosts(base_env)
+    if not hosts.HAS_IPV6:
+        pytest.skip("this kernel has no IPv6")
+    with hosts.two_hosts(tmp_path, base_env, hosts.IPV6) as up:
+        yield up
+
+
+def _require_hosts(base_env: Mapping[str, str]) -> None:
     if lacking := hosts.missing(base_env["PATH"]):
         lack(", ".join(lacking), hosts.PACKAGES)
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    with hosts.two_hosts(tmp_path_factory.mktemp("hosts"), base_env) as up:
-        yield up
 
 
 @pytest.fixture

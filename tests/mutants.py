@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The code that is changed, in equal parts, and whether ranks run it.
 AREAS: dict[str, tuple[Sequence[str], bool]] = {
     "gradients": (["ddp"], True),
-    "collectives": (["collectives", "operations.py", "backends"], True),
+    "collectives": (["collectives", "operations", "backends"], True),
     "rendezvous": (["rendezvous", "session.py"], True),
     "environments": (["environments"], False),
     "checkpoints": (["checkpoint", "data"], True),

@@ -16,8 +16,8 @@ ReduceOp = Literal["sum", "min", "max", "product", "mean"]
 Op = Literal["mean", "sum", "min", "max", "product", "adasum", "integer mean"]
 OPS = ("mean", "sum", "min", "max", "product", "adasum")
 
-# The dtypes in which a dtype is reduced that a transport lacks. The result is the same: integers wrap around alike when
-# they are narrowed again, and a sum of two small floats is rounded once either way.
+# The wider dtype in which a transport reduces a dtype that it lacks. The result is the same: integers wrap around alike
+# when they are narrowed again, and a sum of two small floats is rounded once either way.
 WIDER = {
     torch.bool: torch.uint8,
     torch.uint8: torch.int32,
@@ -50,7 +50,7 @@ STORED_ONLY = frozenset(
     dtype for dtype in WIDER if (dtype.is_floating_point and dtype.itemsize == 1) or dtype == torch.complex32
 )
 LINEAR = ("mean", "sum")
-# The ops of booleans, whose sum would overflow in 8 bits.
+# The op that stands for another one of booleans, whose sum would overflow in 8 bits.
 LOGIC: dict[ReduceOp, ReduceOp] = {"sum": "max", "product": "min"}
 LOCAL_OPS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,

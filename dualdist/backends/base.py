@@ -17,9 +17,9 @@ from dualdist.backends.operation import Operation
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from dualdist.topology import RankLocation, Topology
 
-# For backends that copy a tensor without reducing it with another.
+# The dtypes of a backend that copies a tensor without reducing it with another.
 ALL_DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
-# In lower-case errors of transports when a wait times out, and when a rank has ended.
+# Words in errors of transports, in lower case, when a wait times out, and when a rank has ended.
 TIMED_OUT = ("timed out", "timeout")
 PEER_LOST = (
     "shut down",
@@ -118,6 +118,7 @@ class Backend(Protocol):
     A method begins an operation, which its caller advances, one after the other in the order of the calls. Tensors
     passed in are contiguous, and the caller leaves them unchanged until the operation is done. `name` is unique among
     running operations. A backend raises dualdist's exceptions only, without naming the operation: callers add it.
+    A tensor on an accelerator: the operation is done once it is queued, and the current stream waits for its result.
     Implementations inherit from this class.
     """
 
@@ -129,12 +130,17 @@ class Backend(Protocol):
     timeout_s: float  # of duplicate() and subgroup(), which wait for the other ranks
     is_open: bool  # until close()
     supported_reduce_dtypes: frozenset[torch.dtype]  # of allreduce_; callers convert tensors of other dtypes
+    # The types of devices whose tensors it takes, None for all; others go through host memory, see staging.py.
+    devices: frozenset[str] | None = None
+    in_program_order: bool = False  # operations begin in the program's thread, in the order of its calls
     traceable: bool = False  # torch.compile may keep an allreduce in its graph
     mean_devices: frozenset[str] = frozenset()  # of floats that allreduce_ takes the mean of, as fast as the sum
     rank_order_devices: frozenset[str] = frozenset()  # of floats that allreduce_ adds and multiplies in rank order
     messenger: Messenger | None = None  # in the same order as the operations
     # Seconds that a program waits for an operation that it has just begun: Note [wait budget] in wait_budget.py.
     wait_budget_s: float = 0.0
+    # Called by any thread with the error of an operation that a device does not end in time, and its name.
+    on_late: Callable[[CollectiveError, str], None] | None = None
 
     @abstractmethod
     def allreduce_(
@@ -158,7 +164,7 @@ class Backend(Protocol):
 
     @abstractmethod
     def duplicate(self, key: str) -> Backend:
-        """Connect the same ranks again, so that operations on the new backend do not queue behind this one's."""
+        """Connect the same ranks again, so that CPU tensors on the new backend do not queue behind this one's."""
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 ROW_BYTES = 512
 LENGTH_BYTES = 4
 INLINE_BYTES = ROW_BYTES - LENGTH_BYTES
-PAYLOAD_BYTES = 128  # of a tensor, which with a request fits one row
+PAYLOAD_BYTES = 128  # a tensor of this size fits one row together with a request
 
 
 def exchange(backend: Backend, data: bytes, name: str, payload: torch.Tensor | None = None) -> Message:
@@ -43,7 +43,7 @@ class AllgatherMessage(Message):
         self._sent = (
             data if payload is None else data + payload.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
-        self._rows: list[bytes] = []  # of all ranks, as far as they have come
+        self._rows: list[bytes] = []  # what the ranks sent, as far as it has come
         self._rest: Operation[torch.Tensor] | None = None
         self._has_ended = False
         head = len(self._sent).to_bytes(LENGTH_BYTES, "little") + self._sent[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
@@ -80,7 +80,7 @@ class AllgatherMessage(Message):
     def reduce_payloads(self, tensor: torch.Tensor, op: ReduceOp, *, in_place: bool) -> torch.Tensor:
         values = torch.frombuffer(bytearray(b"".join(row[self._length :] for row in self._rows)), dtype=tensor.dtype)
         reduced = reduce_rows(values.view(-1, *tensor.shape), "sum" if op == "mean" else op)
-        if op == "mean":  # of a sum that has been rounded, as of larger tensors
+        if op == "mean":  # divided after the sum was rounded, as for larger tensors
             divide_(reduced, len(self._rows))
         if not in_place:
             return reduced
@@ -100,6 +100,14 @@ def broadcast_object(backend: Backend, obj: T, root: int, name: str) -> Stages[T
     rows = yield exchange(backend, pickle.dumps(obj if backend.rank == root else None), name)
     received: T = pickle.loads(rows[root])
     return received
+
+
+def gather_unless_equal(backend: Backend, value: T, name: str) -> Stages[list[T]]:
+    """Return [] if all ranks hold the same value of texts, numbers and containers of them, else that of every rank."""
+    digests = yield exchange(backend, hashlib.sha256(repr(value).encode()).digest(), name)
+    if len(set(digests)) == 1:
+        return []
+    return (yield from allgather_object(backend, value, f"{name}.values"))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,19 +149,17 @@ def check_same_tensors(
         The positions here of root's tensors, in root's order; with any_order the ranks' orders may differ.
     """
     manifest = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    digest = hashlib.sha256("\n".join([settings, *manifest]).encode()).hexdigest()
-    found = yield from allgather_object(backend, (digest, f"{refusal or ''}"), name)
+    found = yield from gather_unless_equal(backend, (f"{refusal or ''}", settings, manifest), name)
     if refusal is not None:
         raise refusal
-    for rank, (_, text) in zip(backend.ranks, found, strict=True):
+    if not found:
+        return [*range(len(tensors))]
+    for rank, (text, _, _) in zip(backend.ranks, found, strict=True):
         if text:
             raise MismatchError(f"rank {rank} cannot take part: {text}")
-    if len(set(found)) == 1:
-        return [*range(len(tensors))]
-    manifests = yield from allgather_object(backend, (settings, manifest), f"{name}.manifest")
+    manifests = [(other_settings, other) for _, other_settings, other in found]
     expected_settings, expected = manifests[root]
-    sorts = [(other_settings, sorted(other)) for other_settings, other in manifests]
-    if any_order and all(each == sorts[root] for each in sorts):
+    if any_order and len({(other_settings, *sorted(other)) for other_settings, other in manifests}) == 1:
         return [manifest.index(each) for each in expected]
     index = next(index for index, other in enumerate(manifests) if other != manifests[root])
     other_settings, other = manifests[index]

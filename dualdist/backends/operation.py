@@ -25,7 +25,8 @@ class Operation(ABC, Generic[T]):
     Attributes:
         result: what the operation returns, once advance() has returned True.
         steps: grows whenever the operation makes progress, as far as that is known before it ends.
-        admits_next: the next operation may begin on the transport before this one has ended.
+        admits_next: the next operation may begin on the transport before this one has ended; may become True when
+            advance() has returned False.
         failure: what its own code raised, which ended it. Errors of transports are DualdistErrors; any other exception
             is of a signal handler, and the operation can be advanced again.
     """
@@ -53,17 +54,37 @@ class Completed(Operation[T]):
         return True
 
 
-class Converted(Operation[U]):
-    """An operation whose result is `convert` of another one's: mostly its copy in another tensor."""
+class PerformedByCaller(Operation[None]):
+    """Stands in a queue for an operation that a program performs itself: Channel.enter()."""
 
-    def __init__(self, operation: Operation[T], convert: Callable[[T], U]) -> None:
+    result = None
+    admits_next = False
+
+    def advance(self, wait_s: float) -> bool:
+        return False
+
+
+class Wrapped(Operation[U], Generic[T, U]):
+    """An operation that advances as another one does."""
+
+    def __init__(self, operation: Operation[T]) -> None:
         self._operation = operation
-        self._convert: Callable[[T], U] | None = convert
-        self.admits_next = operation.admits_next
 
     @property
     def steps(self) -> int:
         return self._operation.steps
+
+    @property
+    def admits_next(self) -> bool:  # type: ignore[override]
+        return self._operation.admits_next
+
+
+class Converted(Wrapped[T, U]):
+    """An operation whose result is `convert` of another one's: mostly its copy in another tensor."""
+
+    def __init__(self, operation: Operation[T], convert: Callable[[T], U]) -> None:
+        super().__init__(operation)
+        self._convert: Callable[[T], U] | None = convert
 
     def advance(self, wait_s: float) -> bool:
         try:
@@ -84,17 +105,12 @@ class Converted(Operation[U]):
         return True
 
 
-class Within(Operation[T]):
+class Within(Wrapped[T, T]):
     """An operation that advances in a context: the stream and the mode of the call, whichever thread advances it."""
 
     def __init__(self, operation: Operation[T], context: Callable[[], AbstractContextManager[None]]) -> None:
-        self._operation = operation
+        super().__init__(operation)
         self._context = context
-        self.admits_next = operation.admits_next
-
-    @property
-    def steps(self) -> int:
-        return self._operation.steps
 
     def advance(self, wait_s: float) -> bool:
         try:
@@ -108,19 +124,19 @@ class Within(Operation[T]):
         return True
 
 
-# Yields each operation that it waits for, whose result it is sent, and returns its own result.
+# A generator that yields each operation for which it waits, is sent that one's result, and returns its own.
 Stages = Generator[Operation[Any], Any, T]
 
 
 class Staged(Operation[T]):
     """One operation of several stages, which follow each other whoever advances it."""
 
-    admits_next = False  # or the order of the messages would depend on when each rank reaches the next stage
+    admits_next = False  # else the order of messages would depend on when each rank begins its next stage
 
     def __init__(self, stages: Stages[T]) -> None:
         self._stages = stages
         self._current: Operation[Any] | None = None
-        self._is_between = False  # the stages run, or an exception has ended them
+        self._is_between = False  # True while the stages run, and after an exception has ended them
         self._has_ended = False
         self._stages_done = 0
         self._go_on(lambda: stages.send(None))

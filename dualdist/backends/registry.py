@@ -69,7 +69,6 @@ class BackendSpec:
     adopt: Callable[[InitContext], AdoptedGroup | None] = lambda context: None
     launcher: str = "torchrun"  # chosen by `dualdist run` for remote hosts
     needs_mpi: bool = False  # only a launcher that starts MPI can start several ranks
-    uses_nccl_on_gpus: bool = False  # whatever the transport
     library: str = ""  # the Python module beneath it
     availability: Callable[[Mapping[str, str | None], BuildRecord | None], Availability] = _needs_torch
     problem: Callable[[str], str | None] = lambda transport: None  # why it cannot run over a transport; may import it

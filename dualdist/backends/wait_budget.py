@@ -8,19 +8,13 @@ to DDP, 2 ranks on 2 cores, medians of two jobs: nonblocking 1.05, thread alone 
 0.88 and 0.87, with a wait budget 0.86 and 0.85, waiting without limit 0.86 and 0.86.
 """
 
-from dualdist.utils.machine import machine_cores, usable_cores
+from dualdist.utils.machine import cores_per_rank
 
 WAIT_BUDGET_S = 0.02
-# For the bytes of an operation a program waits longer.
+# A program waits longer for an operation of many bytes: as long as they take at this rate.
 BYTES_PER_S = 500e6
 
 
 def wait_budget_s(local_size: int, threads: int) -> float:
     """Return the wait budget of this rank, 0 if it has a core beside those of its threads."""
-    return budget_on(usable_cores(), machine_cores(), local_size, threads)
-
-
-def budget_on(cores: int, cores_of_machine: int, local_size: int, threads: int) -> float:
-    """Return the wait budget of a rank that may run on `cores`; ranks that may use all of a machine's share them."""
-    per_rank = cores // local_size if cores == cores_of_machine else cores
-    return 0.0 if per_rank > threads else WAIT_BUDGET_S
+    return 0.0 if cores_per_rank(local_size) > threads else WAIT_BUDGET_S

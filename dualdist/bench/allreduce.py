@@ -1,18 +1,16 @@
 """`dualdist bench allreduce`: latency and bandwidth of dualdist's allreduce, the raw library's and DeepSpeed's."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dualdist.bench.jobs import AllreduceOptions, Done, MeasurementSettings, PlannedJob, RunConfig, plan_launches
-from dualdist.bench.report import ReportTable, format_ranks, format_size, format_us
+from dualdist.bench.jobs import Done, group_reports
+from dualdist.bench.report import ReportTable, describe_runs, format_runs, format_size, format_us
 from dualdist.bench.slow_link import link_bytes_s
-from dualdist.bench.statistics import bootstrap_median, machine_noise, pooled_median, time_difference, time_ratio
+from dualdist.bench.statistics import bootstrap_median, machine_noise, pooled_median, time_ratio
 
-# The calls that each is compared with: the raw library's, if it sums this dtype, and DeepSpeed's, if it is installed.
-OTHER_CALLS = {"dualdist_": ("raw_", "deepspeed_"), "dualdist": ("raw",)}
-LABELS = {"deepspeed_": "DeepSpeed"}
-KINDS = {"dualdist_": "in place", "dualdist": "new tensor"}
+OURS = "dualdist_"  # dd.allreduce_(), which sums in place as the others do
+# The raw library's, if it sums this dtype, and DeepSpeed's, if it is installed.
+OTHER_CALLS = ("raw_", "deepspeed_")
 COMMON_SIZES = (65536, 1 << 20, 25 << 20)  # up to DDP's bucket size: part of every default sweep
 FORMULAS = (
     "GB/s: algorithm bandwidth is bytes / time, bus bandwidth that times 2 (n - 1) / n "
@@ -36,38 +34,20 @@ def sizes_up_to(max_bytes: int) -> tuple[int, ...]:
     return tuple(sorted({max_bytes, *(size for size in (*powers, *COMMON_SIZES) if size < max_bytes)}))
 
 
-def plan_jobs(
-    configs: Sequence[RunConfig],
-    options: AllreduceOptions,
-    settings: MeasurementSettings,
-    folder: Path,
-    *,
-    launches: int,
-) -> Iterator[PlannedJob]:
-    title = f"allreduce on {settings.ranks} ranks"
-    return plan_launches("allreduce", title, configs, options, settings, folder, launches=launches)
-
-
 def summarize(done: Done, slow_link: str | None = None) -> list[dict[str, Any]]:
-    """Return one result per configuration and number of ranks; `slow_link` is the link's rate."""
-    groups: dict[tuple[RunConfig, int], list[dict[str, Any]]] = {}
-    for planned, reports in done:
-        groups.setdefault((planned.tags["config"], planned.tags["ranks"]), []).extend(reports)
-    return [_result(reports, slow_link) for reports in groups.values()]
+    """Return one result per configuration; `slow_link` is the link's rate."""
+    return [_result(reports, slow_link) for reports in group_reports(done, "config").values()]
 
 
-def _result(reports: list[dict[str, Any]], slow_link: str | None) -> dict[str, Any]:
+def _result(reports: Sequence[dict[str, Any]], slow_link: str | None) -> dict[str, Any]:
     first = reports[0]
     foreign = [[value for size in report["sizes"] for value in size["foreign_cores"]] for report in reports]
-    samples = [
-        size["seconds"].get("raw_", size["seconds"]["dualdist_"]) for report in reports for size in report["sizes"]
-    ]
+    samples = [size["seconds"].get("raw_", size["seconds"][OURS]) for report in reports for size in report["sizes"]]
     return {
         "link": None if slow_link is None else {"rate": slow_link, "gb_s": link_bytes_s(slow_link) / 1e9},
-        **{name: first[name] for name in ("ranks", "num_nodes", "backend", "transport")},
-        **{name: first[name] for name in ("launcher", "device", "threads", "library", "note")},
-        "rounds": first["options"]["rounds"],
-        "launches": len(reports),
+        **describe_runs(reports),
+        "library": first["library"],
+        "note": first["note"],
         "noise": machine_noise(foreign, samples),
         "sizes": [_size(sizes, first["ranks"]) for sizes in zip(*(report["sizes"] for report in reports), strict=True)],
     }
@@ -75,7 +55,7 @@ def _result(reports: list[dict[str, Any]], slow_link: str | None) -> dict[str, A
 
 def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     nbytes = sizes[0]["bytes"]
-    pairs = [(ours, other) for ours, others in OTHER_CALLS.items() for other in others if other in sizes[0]["seconds"]]
+    others = [name for name in OTHER_CALLS if name in sizes[0]["seconds"]]
     seconds = {name: [size["seconds"][name] for size in sizes] for name in sizes[0]["seconds"]}
     foreign = [size["foreign_cores"] for size in sizes]
     return {
@@ -91,48 +71,37 @@ def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
             }
             for name, rounds in seconds.items()
         },
-        "ratios": {other: time_ratio(seconds[ours], seconds[other], foreign) for ours, other in pairs},
-        "overheads_s": {other: time_difference(seconds[ours], seconds[other]) for ours, other in pairs},
+        "ratios": {name: time_ratio(seconds[OURS], seconds[name], foreign) for name in others},
     }
 
 
 def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
-    """Yield one table per result and kind of call."""
+    """Yield one table per result and dtype."""
     for result in results:
-        library, link = result["library"], result["link"]
+        link = result["link"]
         notes = [FORMULAS, f"machine: {result['noise']['summary']}", *filter(None, [result["note"]])]
         if link is not None:
             notes.append(
                 f"link: {link['rate']} in each direction; an allreduce between two hosts moves each byte once in each, "
                 f"at least, so its algorithm bandwidth is {link['gb_s']:.3g} GB/s at most"
             )
+        labels = {"raw_": result["library"], "deepspeed_": "DeepSpeed"}
         for dtype in dict.fromkeys(size["dtype"] for size in result["sizes"]):
             sizes = [size for size in result["sizes"] if size["dtype"] == dtype]
-            for name, others in OTHER_CALLS.items():
-                labels = {other: LABELS.get(other, library) for other in others if other in sizes[0]["calls"]}
-                yield ReportTable(
-                    f"allreduce {KINDS[name]}, {dtype} sum, {format_ranks(result)}, {result['backend']} over "
-                    f"{result['transport']}, {result['launcher']}, {result['device']}, {result['threads']} thread(s) "
-                    f"per rank, {result['launches']} launch(es) of {result['rounds']} rounds",
-                    tuple(_columns(labels)),
-                    tuple(tuple(_cells(size, name, labels)) for size in sizes),
-                    tuple(notes),
-                )
+            others = [name for name in OTHER_CALLS if name in sizes[0]["calls"]]
+            columns = ["size", "dualdist us", "dualdist min", "alg GB/s", "bus GB/s"]
+            for number, label in enumerate(labels[name] for name in others):
+                columns += [f"{label} us", f"{label} min", f"{label} bus", f"over {label}", f"95%{' ' * number}"]
+            title = f"allreduce in place, {dtype} sum, {format_runs(result)}"
+            yield ReportTable(title, tuple(columns), tuple(_row(size, others) for size in sizes), tuple(notes))
 
 
-def _columns(labels: Mapping[str, str]) -> Iterator[str]:
-    yield from ("size", "dualdist us", "dualdist min", "alg GB/s", "bus GB/s")
-    for number, label in enumerate(labels.values()):
-        yield from (f"{label} us", f"{label} min", f"{label} bus", f"over {label}", f"95%{' ' * number}")
-
-
-def _cells(size: dict[str, Any], name: str, labels: Mapping[str, str]) -> Iterator[str]:
-    ours = size["calls"][name]
-    yield format_size(size["bytes"])
-    yield from map(format_us, (ours["seconds"]["value"], ours["min_seconds"]))
-    yield from (f"{ours['algorithm_gb_s']:.3g}", f"{ours['bus_gb_s']:.3g}")
-    for other in labels:
-        theirs, ratio = size["calls"][other], size["ratios"][other]["median"]
-        yield from map(format_us, (theirs["seconds"]["value"], theirs["min_seconds"]))
-        yield f"{theirs['bus_gb_s']:.3g}"
-        yield from (f"{ratio['value']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}")
+def _row(size: dict[str, Any], others: Sequence[str]) -> tuple[str, ...]:
+    ours = size["calls"][OURS]
+    cells = [format_size(size["bytes"]), format_us(ours["seconds"]["value"]), format_us(ours["min_seconds"])]
+    cells += [f"{ours['algorithm_gb_s']:.3g}", f"{ours['bus_gb_s']:.3g}"]
+    for name in others:
+        call, ratio = size["calls"][name], size["ratios"][name]["median"]
+        cells += [format_us(call["seconds"]["value"]), format_us(call["min_seconds"]), f"{call['bus_gb_s']:.3g}"]
+        cells += [f"{ratio['value']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}"]
+    return tuple(cells)

@@ -15,22 +15,25 @@ from typing import Any
 
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
+from dualdist.bench.placement import HERE, Placement
 from dualdist.bench.slow_link import LAUNCHER, wrap_in_slow_link
 from dualdist.bench.statistics import foreign_cores
+from dualdist.environments.visible_devices import HIDDEN
 from dualdist.errors import DualdistError, LaunchError, UsageError
-from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
+from dualdist.launch.env_defaults import SLURM_JOB, default_launcher, interface_variables
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import find_exception
 from dualdist.launch.job import Command, Job, Site
-from dualdist.launch.launchers import LAUNCHERS, build_command, check_launcher, find_conflicts
+from dualdist.launch.launchers import DEFAULT_LAUNCHER, LAUNCHERS, build_command, check_launcher, find_conflicts
+from dualdist.launch.launchers.srun import SRUN
 from dualdist.utils.machine import read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
 from dualdist.utils.suggest import require_choice
 
 SPAWN = "spawn"
-OUTPUT_LINES = 30  # of a failed job, in the error
-Report = dict[str, Any]  # of a rank, or of all that rank 0 has gathered
-FOREIGN = "foreign_cores_of_job"  # in every report: CPU use of other processes while the job ran
+OUTPUT_LINES = 30  # how many lines of a failed job's output its error shows
+Report = dict[str, Any]  # what one rank, or rank 0 for all ranks, has written
+FOREIGN = "foreign_cores_of_job"  # the entry of every report that holds other processes' CPU use during the job
 # Image size of the ResNets. At 64 a step of ResNet-18 takes about as long as two ranks on two cores need to exchange
 # its gradients, where overlap matters most; at 32 communication dominates.
 IMAGE_SIZE = 64
@@ -58,9 +61,9 @@ MODELS = {
         "16 encoder layers 768 wide on 128 tokens, 126 million parameters", batch=8, steps=5
     ),
 }
-DEFAULT_MODELS = ("resnet18", "mlp", "transformer")  # of `dualdist bench step`
+DEFAULT_MODELS = ("resnet18", "mlp", "transformer")  # what `dualdist bench step` trains by default
 DUALDIST, SHARDED_DUALDIST = "dualdist", "dualdist_shard"
-# In the order of the first round.
+# The methods by name, in the order of the first round.
 METHODS = {
     "none": "no communication",
     "ddp": "DDP",
@@ -75,20 +78,20 @@ METHODS = {
     "hvd": "raw Horovod",
     "naive": "an allreduce per parameter",
 }
-# Methods of dualdist, too: its compressions, by the texts that wrap_optimizer() takes.
+# Compressions are methods too, named by the texts that wrap_optimizer() takes.
 COMPRESSED = re.compile(r"fp16|bf16|powersgd:[1-9][0-9]*|topk:[0-9]*\.[0-9]+")
 BASELINES = {name: METHODS[name] for name in ("ddp", "ddp_view", "hvd", "none")} | {"one": "one rank"}
-DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # of `dualdist compare`
-# Those that reduce gradients by torch's process groups.
+DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # what `dualdist compare` runs by default
+# The methods that reduce gradients by torch's process groups.
 TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "ddp_dualdist", "zero", "fsdp2", "fsdp2_dualdist", "naive")
 OPTIMIZERS = ("sgd", "adamw")
-# Calls of dualdist that move a model's state, and what torch has for each.
+# Calls of dualdist that move a model's state, each with the call of torch that it is compared with.
 STATE_CALLS = {
     "broadcast_parameters": "DDP(model)",
     "save_checkpoint": "torch.save",
-    "load_checkpoint": "torch.load",  # with mmap=True, and load_state_dict
+    "load_checkpoint": "torch.load",  # called with mmap=True; load_state_dict() follows
 }
-DTYPES = ("float32", "bfloat16", "float16")  # of an allreduce
+DTYPES = ("float32", "bfloat16", "float16")  # the dtypes whose allreduce can be timed
 
 
 def check_method(name: str) -> str:
@@ -180,8 +183,8 @@ class RunConfig:
         return f"{self.backend}{over} ({self.launcher}{remark})"
 
 
-def parse_configs(text: str, launcher: str | None) -> list[RunConfig]:
-    """Parse `native,horovod:mpi`, with the launcher of all, or None for the default of each."""
+def parse_configs(text: str, launcher: str | None, default: str = DEFAULT_LAUNCHER) -> list[RunConfig]:
+    """Parse `native,horovod:mpi`, with the launcher of all, or None for mpirun or the default, as each needs."""
     if launcher is not None:
         require_choice(launcher, LAUNCHERS, "launcher")
     found = []
@@ -190,8 +193,8 @@ def parse_configs(text: str, launcher: str | None) -> list[RunConfig]:
         require_choice(backend, registry.names(), "backend", ", or several with commas between, as native,horovod:mpi")
         if colon:
             require_choice(transport, registry.transports(), "transport")
-        default = "mpirun" if registry.needs_mpi(backend, transport) else "torchrun"
-        found.append(RunConfig(backend, transport or None, launcher or default))
+        fitting = "mpirun" if registry.needs_mpi(backend, transport) else default
+        found.append(RunConfig(backend, transport or None, launcher or fitting))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")
     return found
@@ -229,7 +232,8 @@ class MeasurementSettings:
     device: str = "auto"
     timeout_s: float = 1800.0
     env: Mapping[str, str] = field(default_factory=dict)
-    slow_link: str = ""  # its rate: bench/slow_link.py
+    slow_link: str = ""  # the rate of a link that bench/slow_link.py makes, "" for none
+    placement: Placement = HERE
 
     def __post_init__(self) -> None:
         for name in ("ranks", "threads"):
@@ -240,65 +244,78 @@ class MeasurementSettings:
 
 
 def parse_env(assignments: Sequence[str]) -> dict[str, str]:
+    """Parse the variables of --env."""
+    found = {}
     for assignment in assignments:
-        if not assignment.partition("=")[1]:
+        name, equals, value = assignment.partition("=")
+        if not equals:
             raise UsageError(f"--env {assignment}: expected NAME=VALUE")
-    return {name: value for name, _, value in (assignment.partition("=") for assignment in assignments)}
+        found[name] = value
+    return found
 
 
 @dataclass(frozen=True)
 class MachineFacts:
     """Properties of this machine that decide which configurations can run, besides its launchers."""
 
-    gpus: int
-    device: str  # "auto", "cpu" or "cuda"
+    gpus: int  # how many the ranks may use, on all their hosts: none with --device cpu
     backends: Mapping[str, Availability]
     is_in_slurm: bool
     is_script: bool = False
-
-    @property
-    def uses_gpus(self) -> bool:
-        return self.gpus > 0 and self.device != "cpu"
 
 
 def refusal_reasons(
     configs: Sequence[RunConfig], settings: MeasurementSettings, facts: MachineFacts
 ) -> dict[RunConfig, str]:
-    """Return why configurations cannot run here, for those of which a reason is known."""
-    return {each: why for each in configs if (why := next(_reasons(each, settings, facts), None)) is not None}
+    """Return the first reason of each configuration that cannot run here."""
+    found = {}
+    for config in configs:
+        reason = next(_reasons(config, settings, facts), None)
+        if reason is not None:
+            found[config] = reason
+    return found
 
 
 def _reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFacts) -> Iterator[str]:
+    hosts = settings.placement.hosts
     # Launcher-independent reasons first.
     for launcher in (None, config.launcher):
         options: Any = {"ranks": settings.ranks, "horovod_has_mpi": facts.backends["horovod"].mpi}
+        options["has_hosts"] = bool(hosts)
         yield from (message for _, message in find_conflicts(launcher, config.backend, config.transport, **options))
     if settings.slow_link and (config.launcher != LAUNCHER or (config.transport == "shm" and settings.ranks < 3)):
         yield f"with --slow-link ranks are on two hosts (shm needs two ranks on one), and started by {LAUNCHER}"
+    if hosts and config.transport == "shm" and all(host.slots == 1 for host in hosts):
+        yield "shm needs two ranks on one host, and each of these gets one"
     installed = facts.backends[config.backend]
     if not installed.available:
         yield installed.reason
-    if facts.is_script and config.launcher == SPAWN:
+    yield from _launcher_reasons(config, settings, facts)
+    if config.transport == "nccl":
+        yield from _nccl_reasons(config, settings, facts)
+    if config.transport == "gloo" and installed.gloo is False:
+        yield "the installed Horovod was built without Gloo"
+
+
+def _launcher_reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFacts) -> Iterator[str]:
+    if facts.is_script and config.launcher == SPAWN and not settings.placement.hosts:
         yield "a script does not spawn its ranks: choose another launcher"
     try:
+        for program in LAUNCHERS[config.launcher].programs:
+            settings.site.path_of(program)
         program_command(config, ("-c", "pass"), settings)
     except DualdistError as error:
         yield str(error)
     if config.launcher == "srun" and not facts.is_in_slurm:
         yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start it in one"
-    if config.transport == "nccl":
-        yield from _nccl_reasons(config, settings, facts)
-    elif registry.get(config.backend).uses_nccl_on_gpus and config.transport is not None and facts.uses_gpus:
-        yield f"on GPUs the backend {config.backend} uses nccl: add --device cpu"
-    if config.transport == "gloo" and installed.gloo is False:
-        yield "the installed Horovod was built without Gloo"
 
 
 def _nccl_reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFacts) -> Iterator[str]:
-    if not facts.uses_gpus:
-        yield "nccl needs GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
+    if not facts.gpus:
+        yield "nccl needs GPU tensors, and torch sees no GPU here, or may not use one (--device cpu)"
     elif facts.gpus < settings.ranks:
-        yield f"nccl needs a GPU per rank: torch sees {facts.gpus}, and there are {settings.ranks} ranks"
+        where = f" ({settings.placement.describe_gpus()})" if settings.placement.hosts else ""
+        yield f"nccl needs a GPU per rank: torch sees {facts.gpus}{where}, and there are {settings.ranks} ranks"
     if registry.uses_library(config.backend, registry.HOROVOD_LIBRARY) and facts.backends[config.backend].nccl is None:
         yield "the installed Horovod was built without NCCL: dualdist install-horovod --gpu --force"
 
@@ -315,11 +332,21 @@ class PlannedJob:
     @property
     def command_line(self) -> str:
         """The command in shell syntax, with the values of secrets hidden."""
-        variables = [f"{name}={value}" for name, value in redact_variables(self.command.env).items()]
-        return shlex.join([*(["env", *variables] if variables else []), *redact_command(self.command.argv)])
+        words = redact_command(self.command.argv)
+        if self.command.env:
+            words = ["env", *(f"{name}={value}" for name, value in redact_variables(self.command.env).items()), *words]
+        return shlex.join(words)
 
 
 Done = list[tuple[PlannedJob, list[Report]]]
+
+
+def group_reports(done: Done, *tags: str) -> dict[tuple[Any, ...], list[Report]]:
+    """Return the reports of all launches by the values of these tags of their jobs, in the order of measurement."""
+    groups: dict[tuple[Any, ...], list[Report]] = {}
+    for planned, reports in done:
+        groups.setdefault(tuple(planned.tags[tag] for tag in tags), []).extend(reports)
+    return groups
 
 
 def worker_command(
@@ -330,7 +357,7 @@ def worker_command(
     settings: MeasurementSettings,
 ) -> Command:
     """Return the command that runs the worker with these options on every rank."""
-    spawn = (f"--spawn={settings.ranks}",) if config.launcher == SPAWN else ()
+    spawn = (f"--spawn={settings.ranks}",) if config.launcher == SPAWN and not settings.placement.hosts else ()
     options = replace(options, device=settings.device, timeout_s=min(options.timeout_s, settings.timeout_s))
     program = ("-m", "dualdist.bench.ranks.worker", *spawn, measurement, str(report), json.dumps(asdict(options)))
     return program_command(config, program, settings)
@@ -338,7 +365,6 @@ def worker_command(
 
 def plan_launches(
     measurement: str,
-    title: str,
     configs: Sequence[RunConfig],
     options: AllreduceOptions | StateOptions,
     settings: MeasurementSettings,
@@ -349,24 +375,38 @@ def plan_launches(
     """Yield one job per launch and configuration; every launch visits all configurations before the next."""
     for launch in range(launches):
         for config in configs:
-            key = f"{config.backend}-{config.transport or 'own'}-{config.launcher}-{settings.ranks}-{launch}"
+            key = f"{config.backend}-{config.transport or 'own'}-{config.launcher}-{launch}"
             file = folder / f"{measurement}-{key}.json"
-            tags = {"config": config, "launch": launch, "ranks": settings.ranks}
             command = worker_command(config, measurement, options, file, settings)
-            yield PlannedJob(f"{title}, {config}", command, (file,), tags)
+            title = f"{measurement} on {settings.ranks} ranks, {config}"
+            yield PlannedJob(title, command, (file,), {"config": config, "launch": launch})
 
 
 def program_command(config: RunConfig, program: tuple[str, ...], settings: MeasurementSettings) -> Command:
     """Return the command that runs the program on every rank, or once if it spawns its ranks."""
-    spawns = config.launcher == SPAWN
+    spawns = config.launcher == SPAWN and not settings.placement.hosts
     site = replace(settings.site, task_cpus=settings.threads)
     ranks = 1 if spawns else settings.ranks
-    no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if settings.device == "cpu" else {}
+    no_gpu = HIDDEN if settings.device == "cpu" else {}
     env = {"OMP_NUM_THREADS": str(settings.threads), **no_gpu, **settings.env}
     job = Job(program, ranks, config.backend, config.transport, env)
     if settings.slow_link and ranks > 1:
         return wrap_in_slow_link(job, site, settings.slow_link)
+    if settings.placement.hosts:
+        return _command_on_hosts(config.launcher, job, site, settings.placement)
     return build_command("python" if spawns else config.launcher, job, site)
+
+
+def _command_on_hosts(launcher: str, job: Job, site: Site, placement: Placement) -> Command:
+    """Return the command that runs the job on other hosts: srun, or `dualdist run`, which reaches them by ssh."""
+    if launcher == SRUN.name:
+        env = {**interface_variables(placement.interface), **job.env}
+        return build_command(launcher, replace(job, env=env, hosts=placement.hosts), site)
+    words = ["run", "-np", str(job.ranks), "-H", str(placement), "--launcher", launcher, "--backend", str(job.backend)]
+    given = {"--transport": job.transport, "--network-interface": placement.interface}
+    words += [word for option, value in given.items() if value is not None for word in (option, value)]
+    words += [word for name in job.env for word in ("--env", name)]
+    return Command((site.python, "-m", "dualdist", *words, *job.program), job.env)
 
 
 def run_job(planned: PlannedJob, timeout_s: float) -> list[Report]:

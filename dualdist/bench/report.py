@@ -13,9 +13,9 @@ from dualdist.launch.failure import find_exception
 from dualdist.utils.machine import machine, versions
 from dualdist.utils.redaction import redact_command
 
-SCHEMA = 3
-WIDTH = 116  # of notes; tables are as wide as they need where output is no terminal
-NAMES_WIDTH = 60  # of names that share a row
+SCHEMA = 4
+WIDTH = 116  # columns of a note; a table is as wide as it needs where output is no terminal
+NAMES_WIDTH = 60  # columns of a cell that lists several names
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,16 @@ def make_record(
         "command": command,
         "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": asdict(machine()),
-        "versions": versions() | _gpu_versions(jobs),
+        "versions": versions() | _device_versions(jobs),
         "settings": settings,
         "results": results,
         "jobs": jobs,
     }
 
 
-def _gpu_versions(jobs: Sequence[dict[str, Any]]) -> dict[str, str]:
-    for rank in (rank for job in jobs for rank in job.get("ranks") or job.get("reports") or ()):
-        if rank.get("cuda"):
-            return {"CUDA": rank["cuda"], "NCCL": rank["nccl"]}
-    return {}
+def _device_versions(jobs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    ranks = (rank for job in jobs for rank in job.get("ranks") or job.get("reports") or ())
+    return next((rank["device_versions"] for rank in ranks if rank.get("device_versions")), {})
 
 
 def format_command(arguments: Sequence[str]) -> str:
@@ -92,7 +90,7 @@ def print_table(table: ReportTable, out: TextIO) -> None:
 
     drawn = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, column in enumerate(table.columns):
-        is_list = number < table.text_columns - 1  # of names, before their reason
+        is_list = number < table.text_columns - 1  # names, which stand before the reason that they share
         justify: Any = "left" if number < table.text_columns else "right"
         drawn.add_column(Text(column), justify=justify, max_width=NAMES_WIDTH if is_list else None)
     for row in table.rows:
@@ -132,10 +130,25 @@ def failure_table(column: str, failures: Sequence[tuple[str, str]]) -> ReportTab
     return ReportTable("Not measured", (column, "reason"), rows, text_columns=2)
 
 
-def format_ranks(result: Mapping[str, Any]) -> str:
-    """Return "4 ranks", or "4 ranks on 2 hosts" if a result is of several."""
+def describe_runs(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the part of a result that says how its reports, one of each launch, were measured."""
+    first = reports[0]
+    names = ("ranks", "num_nodes", "backend", "transport", "launcher", "device", "threads")
+    return {
+        **{name: first[name] for name in names},
+        "rounds": first["options"]["rounds"],
+        "launches": len(reports),
+    }
+
+
+def format_runs(result: Mapping[str, Any]) -> str:
+    """Return the title's end: "4 ranks on 2 hosts, native over shm, torchrun, ..."."""
     hosts = f" on {result['num_nodes']} hosts" if result["num_nodes"] > 1 else ""
-    return f"{result['ranks']} ranks{hosts}"
+    return (
+        f"{result['ranks']} ranks{hosts}, {result['backend']} over {result['transport']}, {result['launcher']}, "
+        f"{result['device']}, {result['threads']} thread(s) per rank, "
+        f"{result['launches']} launch(es) of {result['rounds']} rounds"
+    )
 
 
 def format_ms(seconds: float) -> str:

@@ -24,7 +24,7 @@ from dualdist.launch.launchers import build_commands
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]bit")
 BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
-LAUNCHER = "torchrun"  # of which one agent on each side can be started without ssh
+LAUNCHER = "torchrun"  # the only launcher whose agent can be started at each end without ssh
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 PORT = 29400  # free, as in a new namespace all are
 DEVICES = ("ddlink0", "ddlink1")

@@ -14,7 +14,7 @@ from dualdist.bench.report import ReportTable
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_difference, time_ratio
 
 KINDS = ("raw", "dualdist")
-RESOURCES = ("peak_bytes", "private_bytes", "sockets")  # of a rank after its second allreduce
+RESOURCES = ("peak_bytes", "private_bytes", "sockets")  # what a rank uses after its second allreduce
 PHASES = ("torch", "import", "init", "first", "second")
 # dualdist imports a backend's library in init: only these sums of phases are comparable between the libraries.
 TOTAL = "total to first collective"
@@ -65,9 +65,10 @@ def summarize(done: Done) -> list[dict[str, Any]]:
     for (config, ranks, _), found in rounds.items():
         if len(found) == len(KINDS):
             groups.setdefault((config, ranks), []).append(found)
-    configs = list(dict.fromkeys(config for config, _ in groups))
-    ordered = sorted(groups, key=lambda key: configs.index(key[0]))
-    return [_result(key[0], {kind: [found[kind] for found in groups[key]] for kind in KINDS}) for key in ordered]
+    return [
+        _result(config, {kind: [found[kind] for found in group] for kind in KINDS})
+        for (config, _), group in groups.items()
+    ]
 
 
 def _result(config: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ steps of one launch are not, as memory placement shifts a launch as a whole. Nee
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
@@ -18,8 +17,7 @@ from dualdist.utils.machine import CpuUse
 Rounds = Sequence[float]  # one sample per round, of one launch
 ForeignCores = Sequence[float | None]  # CPU use of other processes in each round; None if unknown
 
-RESAMPLES = 2000
-PAIRED_RESAMPLES = 4000
+RESAMPLES = 4000
 LEVEL = 0.95
 # CPU use of other processes, in cores, above which a round counts as loaded: a tenth of a core changes a step of two
 # ranks on two cores.
@@ -33,8 +31,7 @@ NOISY_SPREAD = 0.1
 def time_ratio(over: Sequence[Rounds], under: Sequence[Rounds], foreign: Sequence[ForeignCores]) -> dict[str, Any]:
     """Divide `over` by `under`, round by round; each argument holds one sequence per launch.
 
-    `min_ratio` is the smallest ratio of a round, `ratio_of_minima` that of the smallest samples overall, and
-    `quiet_median` the median over rounds that were not loaded (None if all were).
+    `quiet_median` is the median over rounds that were not loaded, None if all were.
     """
     launches = [[a / b for a, b in zip(*each, strict=True)] for each in zip(over, under, strict=True)]
     quiet = [
@@ -44,8 +41,6 @@ def time_ratio(over: Sequence[Rounds], under: Sequence[Rounds], foreign: Sequenc
     quiet = [values for values in quiet if values]
     return {
         "median": bootstrap_median(launches),
-        "min_ratio": min(min(values) for values in launches),
-        "ratio_of_minima": min(min(values) for values in over) / min(min(values) for values in under),
         "quiet_median": pooled_median(quiet) if quiet else None,
         "rounds": sum(len(values) for values in launches),
         "loaded_rounds": sum(sum(map(is_loaded, rounds)) for rounds in foreign),
@@ -63,20 +58,26 @@ def pooled_median(launches: Sequence[Rounds]) -> float:
 
 
 def bootstrap_median(launches: Sequence[Rounds]) -> dict[str, float]:
-    """Return the pooled median and its percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
+    """Return the pooled median and its interval. With one launch it does not cover the variation between launches."""
+    low, high = _bootstrap_interval(launches, LEVEL)
+    return {"value": pooled_median(launches), "low": low, "high": high}
 
-    Launches are resampled first, then the rounds within each (Davison and Hinkley 1997, section 3.8), which
-    scipy.stats.bootstrap cannot do. With one launch the interval does not cover the variation between launches.
+
+def _bootstrap_interval(launches: Sequence[Rounds], level: float) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the pooled median (Efron and Tibshirani 1993, chapter 13).
+
+    Launches, of equally many rounds, are resampled first, then the rounds within each (Davison and Hinkley 1997,
+    section 3.8).
     """
     import numpy
 
-    draw = random.Random(0).choices
-    medians = [
-        median(median(draw(rounds, k=len(rounds))) for rounds in draw(launches, k=len(launches)))
-        for _ in range(RESAMPLES)
-    ]
-    low, high = numpy.quantile(medians, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return {"value": pooled_median(launches), "low": float(low), "high": float(high)}
+    samples, draw = numpy.asarray(launches), numpy.random.default_rng(0)
+    count, rounds = samples.shape
+    launch = draw.integers(count, size=(RESAMPLES, count, 1))
+    resampled = samples[launch, draw.integers(rounds, size=(RESAMPLES, count, rounds))]
+    medians = numpy.median(numpy.median(resampled, axis=2), axis=1)
+    low, high = numpy.quantile(medians, ((1 - level) / 2, (1 + level) / 2))
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ MIN_LAUNCHES = min_launches()
 
 
 def median_interval(values: Sequence[float], *, comparisons: int = 1) -> MedianInterval:
-    """Return the median of one value per launch, with a percentile bootstrap interval over launches.
+    """Return the median of one value per launch, with a bootstrap interval over launches.
 
     The percentiles are expanded for small samples as Hesterberg does for means (The American Statistician 69(4),
     2015, section 5.3).
@@ -124,15 +125,11 @@ def median_interval(values: Sequence[float], *, comparisons: int = 1) -> MedianI
     count = len(values)
     if count < min_launches(comparisons):
         return MedianInterval(median(values), min(values), max(values), count, comparisons)
-    import numpy
     from scipy import stats
 
     t = stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, count - 1) * math.sqrt(count / (count - 1))
-    level = 1 - 2 * NormalDist().cdf(-t)
-    found = stats.bootstrap(
-        (values,), numpy.median, n_resamples=PAIRED_RESAMPLES, confidence_level=level, method="percentile", rng=0
-    ).confidence_interval
-    return MedianInterval(median(values), float(found.low), float(found.high), count, comparisons)
+    low, high = _bootstrap_interval([[value] for value in values], 1 - 2 * NormalDist().cdf(-t))
+    return MedianInterval(median(values), low, high, count, comparisons)
 
 
 def machine_noise(foreign: Sequence[ForeignCores], baseline: Sequence[Rounds]) -> dict[str, Any]:

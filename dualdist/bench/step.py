@@ -18,9 +18,10 @@ from dualdist.bench.jobs import (
     RunConfig,
     StepOptions,
     check_method,
+    group_reports,
     worker_command,
 )
-from dualdist.bench.report import ReportTable, format_ms, format_ranks
+from dualdist.bench.report import ReportTable, describe_runs, format_ms, format_runs
 from dualdist.bench.slow_link import link_bytes_s
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_ratio
 from dualdist.errors import UsageError
@@ -31,6 +32,10 @@ METHODS_ON_HOROVOD = ("none", "ddp", DUALDIST, "hvd")
 SENT_NOTE = "sent: gradients that a rank gives to the reduction in a step, as they are sent"
 # A baseline that is computed: the longer of a step without communication and the time of the gradients on the link.
 LINK_BOUND = "link_bound"
+TIME_COLUMNS = (
+    *("contender", "step ms", "95%", "min ms"),
+    *("CPU ms, all ranks", "peak MiB", "sent MiB", "equal on all ranks"),
+)
 MEMORY_NOTE = "peak memory: of one process with this contender alone, minus its memory before init"
 
 
@@ -76,30 +81,27 @@ def plan_jobs(
 
 def summarize(done: Done, slow_link: str | None = None) -> list[dict[str, Any]]:
     """Return one result per model and configuration, in the order of measurement; `slow_link` is the link's rate."""
-    groups: dict[tuple[str, RunConfig], list[dict[str, Any]]] = {}
-    peaks: dict[tuple[str, RunConfig, str], int | None] = {}
-    for planned, reports in done:
-        key = (planned.tags["model"], planned.tags["config"])
-        if planned.tags["kind"] == "step":
-            groups.setdefault(key, []).extend(reports)
-        else:
-            known = [report["peak_bytes"] for report in reports if report["peak_bytes"] is not None]
-            peaks[key[0], key[1], planned.tags["contenders"][0]] = max(known, default=None)
+    steps = [each for each in done if each[0].tags["kind"] == "step"]
+    memory = [each for each in done if each[0].tags["kind"] == "memory"]
+    peaks: dict[Any, dict[str, int | None]] = {}
+    for (model, config, (name,)), reports in group_reports(memory, "model", "config", "contenders").items():
+        known = [report["peak_bytes"] for report in reports if report["peak_bytes"] is not None]
+        peaks.setdefault((model, config), {})[name] = max(known, default=None)
     return [
-        _result(model, reports, {name: peaks.get((model, config, name)) for name in reports[0]["seconds"]}, slow_link)
-        for (model, config), reports in groups.items()
+        _result(key[0], reports, peaks.get(key, {}), slow_link)
+        for key, reports in group_reports(steps, "model", "config").items()
     ]
 
 
 def _result(
-    model: str, reports: list[dict[str, Any]], peaks: dict[str, int | None], slow_link: str | None
+    model: str, reports: Sequence[dict[str, Any]], peaks: dict[str, int | None], slow_link: str | None
 ) -> dict[str, Any]:
-    names = list(reports[0]["seconds"])
+    first = reports[0]
+    names = list(first["seconds"])
     seconds = {name: [report["seconds"][name] for report in reports] for name in names}
     foreign = [report["foreign_cores"] for report in reports]
     baselines = {name: seconds[name] for name in BASELINES if name in names}
     noise = machine_noise(foreign, next(iter(baselines.values()), seconds[names[0]]))
-    first = reports[0]
     link = None
     if slow_link is not None:
         link = {"rate": slow_link, "gradient_s": first["gradient_bytes"] / link_bytes_s(slow_link)}
@@ -108,14 +110,11 @@ def _result(
     return {
         "model": model,
         "link": link,
-        **{name: first[name] for name in ("ranks", "num_nodes", "backend", "transport")},
-        **{name: first[name] for name in ("launcher", "device", "threads")},
-        **{name: first[name] for name in ("parameters", "tensors", "gradient_bytes")},
+        **describe_runs(reports),
+        **{name: first[name] for name in ("parameters", "tensors", "gradient_bytes", "difference_from")},
         "batch": first["options"]["batch"] or MODELS[model].batch,
         "image_size": first["options"]["image_size"] if "resnet" in model else None,
         "steps": [report["steps"] for report in reports],
-        "rounds": first["options"]["rounds"],
-        "launches": len(reports),
         "noise": noise,
         "contenders": {
             name: {
@@ -123,7 +122,7 @@ def _result(
                 "seconds": bootstrap_median(seconds[name]),
                 "min_seconds": min(min(rounds) for rounds in seconds[name]),
                 "cpu_seconds": median(median(report["cpu_s"][name]) for report in reports),
-                "peak_bytes": peaks[name],
+                "peak_bytes": peaks.get(name),
                 "sent_bytes": first["sent_bytes"][name],
                 "identical_across_ranks": all(report["identical_across_ranks"][name] for report in reports),
                 "max_difference": max((report["max_difference"].get(name, 0.0) for report in reports), default=0.0),
@@ -135,7 +134,6 @@ def _result(
             }
             for name in names
         },
-        "difference_from": first["difference_from"],
     }
 
 
@@ -151,30 +149,20 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
         contenders = result["contenders"]
         labels = {**{name: each["label"] for name, each in contenders.items()}, LINK_BOUND: "link bound"}
         image = f" at {result['image_size']}x{result['image_size']}" if result["image_size"] else ""
+        steps = "/".join(map(str, sorted(set(result["steps"]))))
         title = (
             f"{result['model']} ({MODELS[result['model']].description}), batch {result['batch']} per rank{image}: "
-            f"{format_ranks(result)}, {result['backend']} over {result['transport']}, {result['launcher']}, "
-            f"{result['device']}, {result['threads']} thread(s) per rank, {result['launches']} launch(es) of "
-            f"{result['rounds']} rounds of {'/'.join(str(steps) for steps in sorted(set(result['steps'])))} steps"
+            f"{format_runs(result)} of {steps} steps"
         )
         yield ReportTable(
             title,
-            (
-                "contender",
-                "step ms",
-                "95%",
-                "min ms",
-                "CPU ms, all ranks",
-                "peak MiB",
-                "sent MiB",
-                "equal on all ranks",
-            ),
+            TIME_COLUMNS,
             tuple(_time_row(contender) for contender in contenders.values()),
             (f"machine: {result['noise']['summary']}", SENT_NOTE, *_warnings(result)),
         )
         yield ReportTable(
             "Step time over a baseline's, round by round",
-            ("contender / baseline", "median", "95%", "min of a round", "min / min", "without loaded rounds"),
+            ("contender / baseline", "median", "95%", "without loaded rounds"),
             tuple(
                 (f"{contender['label']} / {labels[baseline]}", *_ratio_cells(ratio))
                 for contender in contenders.values()
@@ -215,8 +203,6 @@ def _ratio_cells(ratio: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{middle['value']:.3f}",
         f"{middle['low']:.3f} to {middle['high']:.3f}",
-        f"{ratio['min_ratio']:.3f}",
-        f"{ratio['ratio_of_minima']:.3f}",
         "-" if quiet is None else f"{quiet:.3f} ({ratio['rounds'] - ratio['loaded_rounds']})",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -13,18 +14,24 @@ import torch.distributed as dist
 from dualdist import session
 from dualdist.backends.base import PointToPoint
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.registry import AUTO, NATIVE
+from dualdist.backends.registry import AUTO, MPI, NATIVE
+from dualdist.backends.staging import without_staging
 from dualdist.backends.wait_budget import wait_budget_s
 from dualdist.c10d.process_group import DualdistGroup, GroupBackend
 from dualdist.engine.monitor import Monitor
 from dualdist.environments import detect
 from dualdist.errors import TopologyError, UnsupportedError
-from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig
+from dualdist.rendezvous.backend_selection import MPI_LAUNCHERS
+from dualdist.rendezvous.records import RendezvousStore, Request
+from dualdist.session import Session
 from dualdist.topology import Topology
+from dualdist.utils import tracebacks
+from dualdist.utils.extension import is_used
 
 
 def create_group(given: Any) -> DualdistGroup:
     """Return a process group, of all ranks or, in new_group(), of some; torch calls this on its members only."""
+    tracebacks.install_hooks(os.environ)
     rank, size, timeout = int(given.group_rank), int(given.group_size), given.timeout
     world = dist.group.WORLD if dist.is_initialized() else None
     # torch's stores may outlive a process group, with its keys, and torch may use its name again.
@@ -50,7 +57,7 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta, key: s
 
 def _members(opened: Session) -> GroupBackend:
     budget_s = wait_budget_s(opened.topology.local_size, torch.get_num_threads())
-    return GroupBackend(opened.backend, opened.world.monitor, opened.close, budget_s)
+    return GroupBackend(without_staging(opened.backend), opened.world.monitor, opened.close, budget_s)
 
 
 def _subgroup(world: GroupBackend, ranks: Sequence[int], key: str) -> GroupBackend:
@@ -73,7 +80,9 @@ def _open_session(store: dist.Store, rank: int, size: int, timeout_s: float, key
     environ = os.environ
     requested, transport = session.requested_choice(None, environ)
     topology = _topology(environ, rank, size, requested)
-    config = SessionConfig(
+    if requested == AUTO:
+        requested = _default_backend(topology, transport)
+    request = Request(
         topology,
         environ,
         transport,
@@ -83,7 +92,19 @@ def _open_session(store: dist.Store, rank: int, size: int, timeout_s: float, key
         sets_default_group=False,
         uses_gpu=False,
     )
-    return session.open_as_requested(requested, config)
+    return session.open_session(requested, request)
+
+
+def _default_backend(topology: Topology, transport: str) -> str:
+    """Return what "auto" is here: a backend that has send, recv and groups of some ranks, as Horovod's has not.
+
+    On one host that is native, through shared memory; elsewhere MPI where mpirun has started it, else native.
+    """
+    has_mpi = topology.launcher in MPI_LAUNCHERS and find_spec("mpi4py") is not None
+    is_one_host = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
+    shares_memory = is_one_host and is_used(torch.__version__)
+    wants_native = transport in ("shm", "gloo") or (not transport and shares_memory)
+    return MPI if has_mpi and not wants_native else NATIVE
 
 
 def _topology(environ: Mapping[str, str], rank: int, size: int, requested: str) -> Topology:

@@ -2,7 +2,7 @@
 
 Private API of torch, tried with torch 2.13.0: torch puts a subclass of ProcessGroup in place of its own process group,
 and calls its methods by their names, from C++ (DDP, functional collectives) through a trampoline that knows some of
-them. The aliases at the end are the names before torch 2.13.
+them. The aliases at the end are such names, most of them those before torch 2.13.
 
 What the transports lack is built of what they have: a gather or scatter is an alltoall in which most ranks send
 nothing; a reduction to one rank, and a reduce-scatter, an allreduce of a copy.
@@ -25,6 +25,7 @@ from dualdist.backends.arithmetic import ReduceOp
 from dualdist.backends.base import Backend, PointToPoint
 from dualdist.backends.control_plane import as_bytes
 from dualdist.backends.operation import Completed, Converted, Operation, Staged, Stages
+from dualdist.c10d.tensors import Tensors, check, copied, flattened, in_place, own, plain, stored
 from dualdist.c10d.work import Callbacks, GroupWork, PeerWork
 from dualdist.collectives import reductions
 from dualdist.collectives.reductions import sparse_sum
@@ -34,11 +35,10 @@ from dualdist.errors import CollectiveError, UnsupportedError, UsageError
 from dualdist.utils.deadline import stop_at_exit
 
 F = TypeVar("F", bound=Callable[..., Any])
-Tensors = list[torch.Tensor]
 Op: Any = dist.ReduceOp.RedOpType
-ProcessGroup: Any = dist.ProcessGroup  # with overloads for one tensor, which torch.distributed itself does not call
+# Untyped, since the class declares overloads for one tensor, which torch.distributed itself does not call.
+ProcessGroup: Any = dist.ProcessGroup
 OPS: dict[Any, ReduceOp] = {Op.SUM: "sum", Op.MIN: "min", Op.MAX: "max", Op.PRODUCT: "product"}
-WAIT = "trigger_wait"  # of AsyncCollectiveTensor
 BITWISE = {Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor}
 
 
@@ -120,21 +120,15 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
 
     @latched
     def allreduce(self, given: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
-        tensors = [given] if isinstance(given, torch.Tensor) else given  # as DDP calls it in join()
+        tensors = [given] if isinstance(given, torch.Tensor) else given  # DDP passes one tensor in join()
         opts = opts or c10d.AllreduceOptions()
 
         def begin(tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
+            if tensor.is_sparse:
+                return self._allreduce_sparse(tensor, opts.reduceOp.op, name)
             return in_place(tensor, lambda flat: self._allreduce(flat, opts.reduceOp.op, name))
 
-        def begin_sparse(tensor: torch.Tensor, name: str) -> Operation[torch.Tensor]:
-            return self._allreduce_sparse(tensor, opts.reduceOp.op, name)
-
-        is_sparse = any(tensor.is_sparse for tensor in tensors)
-        return self._submit("allreduce", opts, [tensors], begin_sparse if is_sparse else begin)
-
-    @latched
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> GroupWork:
-        return self.allreduce(tensors, opts)
+        return self._submit("allreduce", opts, [tensors], begin)
 
     @latched
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
@@ -233,14 +227,6 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         opts = opts or c10d.BarrierOptions()
         return self._submit("barrier", opts, [[[]]], lambda _, name: self._backend.allgather(token, name))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names those that are missing."""
-        options = c10d.BarrierOptions()
-        if timeout is not None:
-            options.timeout = timeout
-        options.asyncOp = False
-        self.barrier(options).wait()
-
     def send(self, tensors: Tensors, to: int, tag: int) -> PeerWork:
         tensor, what = plain(check(tensors)[0]), f"send to rank {self._job_rank(to)}"
         work = self._peers().send(tensor, to, tag) if tensor.numel() else Completed(tensor)
@@ -336,7 +322,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
         def stages() -> Stages[torch.Tensor]:
             total = yield from sparse_sum(self._backend, tensor.detach(), "sum", name)
             with torch.no_grad():
-                return tensor.copy_(total)  # which resizes it, and not a tensor that detach() returns
+                return tensor.copy_(total)  # copy_() would not resize a tensor that detach() returns
 
         return Staged(stages())
 
@@ -399,8 +385,7 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
     def _root(self, opts: Any) -> int:
         """Return the index of the rank that an operation starts from or ends at."""
         self._job_rank(opts.rootRank)
-        root: int = opts.rootRank
-        return root
+        return int(opts.rootRank)
 
     def _one_each(self, listed: Tensors, kind: str, like: torch.Tensor) -> Tensors:
         """Return a list of a tensor for each rank, of as many bytes as `like`."""
@@ -442,72 +427,9 @@ class DualdistGroup(ProcessGroup):  # type: ignore[misc]
             raise UsageError(f"rank {index} of a group of {self.size()}: expected 0 to {self.size() - 1}")
         return self.members.transport.ranks[index]
 
+    allreduce_coalesced = allreduce
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def stored(work: Operation[torch.Tensor], targets: Sequence[torch.Tensor]) -> Operation[torch.Tensor]:
-    """Return work whose wait() copies the bytes of the result to these tensors, one after the other."""
-
-    def store_all(result: torch.Tensor) -> torch.Tensor:
-        parts = as_bytes(result).split([target.nbytes for target in targets]) if targets else ()
-        for target, part in zip(targets, parts, strict=True):
-            store(target, part)
-        return result
-
-    return Converted(work, store_all)
-
-
-def store(target: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy bytes into a tensor, which may be part of a graph, or made in inference mode."""
-    with torch.inference_mode(target.is_inference()):
-        into = own(target).detach()
-        if into.is_contiguous():
-            as_bytes(into).copy_(data)
-        else:
-            into.copy_(data.clone().view(into.dtype).view(into.shape))
-
-
-def in_place(tensor: torch.Tensor, begin: Callable[[torch.Tensor], Operation[torch.Tensor]]) -> Operation[torch.Tensor]:
-    """Begin an operation on the tensor, or on a contiguous copy of which the result is copied back."""
-    values = plain(tensor)
-    work = begin(values) if values.numel() else Completed(values)
-    return work if values.data_ptr() == tensor.data_ptr() else stored(work, [tensor])
-
-
-def own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or, in place of a functional collective's, its result."""
-    return getattr(tensor, WAIT)() if hasattr(tensor, WAIT) else tensor
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of the same values, without autograd; a copy only where needed."""
-    if tensor.layout != torch.strided:
-        raise UnsupportedError("of sparse tensors dualdist has all_reduce() only: pass to_dense()")
-    return own(tensor).detach().resolve_conj().resolve_neg().contiguous()
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    return plain(tensor).clone()
-
-
-def flattened(given: list[Any]) -> Tensors:
-    """Return the tensors of a list of tensors, or of lists of them."""
-    return [tensor for each in given for tensor in ([each] if isinstance(each, torch.Tensor) else each)]
-
-
-def check(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the tensors; UnsupportedError unless they are on the CPU, each in memory of its own."""
-    for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, WAIT):
-            kind = type(tensor).__name__
-            raise UnsupportedError(f"{kind} is made of other tensors: pass those, as to_local() of a DTensor")
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(
-                f"the backend dualdist moves CPU tensors, not {tensor.device.type}: for GPUs set the group up with "
-                'init_process_group("nccl"), or use dd.init()'
-            )
-    return tensors

@@ -73,7 +73,7 @@ class GroupWork(dist.Work):
         """Complete the future, by the thread that ended the operation; once."""
         self._work.on_end = None  # refers to this object
         error = self._work.error
-        if isinstance(error, CollectiveTimeoutError):  # with the word that programs look for in errors of torch
+        if isinstance(error, CollectiveTimeoutError):  # programs look for the word timeout in errors of torch
             text = f"the timeout of {self._work.timeout_s:g} s has passed: {error}"
             error = CollectiveTimeoutError(text).with_traceback(error.__traceback__)
         with self._resolving:
@@ -99,7 +99,10 @@ class GroupWork(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         try:
             if not self._work.is_done:
-                self._wait_for(timeout.total_seconds()) if timeout > NO_TIMEOUT else self._channel.wait(self._work)
+                if timeout > NO_TIMEOUT:
+                    self._wait_for(timeout.total_seconds())
+                else:
+                    self._channel.wait(self._work)
         except DualdistError:
             if self._error is None:
                 raise
@@ -160,7 +163,7 @@ class PeerWork(dist.Work):
         self._what = what
         self._monitor = monitor
         self._timeout_s = timeout_s
-        self._target = target  # of a receive whose tensor is not contiguous
+        self._target = target  # where wait() copies what a receive got, if that tensor is not contiguous
         self._is_done = False
 
     def is_completed(self) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,8 @@ class DiskTask:
         self._limit_s = limit_s
         self._thread = threading.Thread(target=self._run, args=(call,), name="dualdist-checkpoint", daemon=True)
         self._clock: int | None = None
-        self._last_progress = (0, 0.0), time.monotonic()
+        self._seen = (0, 0.0)  # the bytes and the CPU time of the last beat that saw progress
+        self._seen_at = time.monotonic()
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread is left: raised on all ranks
@@ -64,9 +65,10 @@ class DiskTask:
         if not self._thread.is_alive():
             atexit.unregister(self._finish)
             return DiskOutcome(self.value) if self.error is None else DiskOutcome(error=error_message(self.error))
-        if (progress := (self.progress.nbytes, self._cpu_s())) != self._last_progress[0]:
-            self._last_progress = progress, time.monotonic()
-        if time.monotonic() - self._last_progress[1] > self._limit_s:
+        seen = self.progress.nbytes, self._cpu_s()
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, time.monotonic()
+        if time.monotonic() - self._seen_at > self._limit_s:
             self.abandon()
             return DiskOutcome(error=f"no byte went to or from the disk for {self._limit_s:g} s: is it still there?")
         return None
@@ -92,11 +94,19 @@ class DiskTask:
 def raise_problem(
     group: Group, name: str, problem: str, kind: type[DualdistError], cause: Exception | None = None
 ) -> None:
-    """Raise on every rank if any rank has a problem."""
+    """Raise on every rank if any rank has a problem; `cause` is what this rank's own problem came from."""
+    raise_problems(allgather_object(group, problem, name), group.ranks, kind, cause)
+
+
+@contextlib.contextmanager
+def raised_on_all_ranks(group: Group, name: str, kind: type[DualdistError], prefix: str = "") -> Iterator[None]:
+    """Raise an error of the block, such as one of the program's own code, on all ranks; all of them run it."""
+    cause: Exception | None = None
     try:
-        raise_problems(allgather_object(group, problem, name), group.ranks, kind)
-    except kind as error:
-        raise error from cause
+        yield
+    except Exception as error:
+        cause = error
+    raise_problem(group, name, "" if cause is None else f"{prefix}{error_message(cause)}", kind, cause)
 
 
 def error_message(error: BaseException) -> str:
@@ -104,13 +114,14 @@ def error_message(error: BaseException) -> str:
     return str(error) if isinstance(error, DualdistError) else f"{type(error).__name__}: {error}"
 
 
-def raise_problems(problems: Sequence[str], ranks: Sequence[int], kind: type[DualdistError]) -> None:
+def raise_problems(
+    problems: Sequence[str], ranks: Sequence[int], kind: type[DualdistError], cause: Exception | None = None
+) -> None:
     """Raise an error of this kind if a rank has a problem; the message names ranks unless all have the same."""
     if not any(problems):
         return
-    if len(set(problems)) == 1:
-        raise kind(problems[0])
-    raise kind("; ".join(f"rank {rank}: {problem}" for rank, problem in zip(ranks, problems, strict=True) if problem))
+    by_rank = [f"rank {rank}: {problem}" for rank, problem in zip(ranks, problems, strict=True) if problem]
+    raise kind(problems[0] if len(set(problems)) == 1 else "; ".join(by_rank)) from cause
 
 
 def await_outcome(group: Group, name: str, task: DiskTask | None) -> DiskOutcome:

@@ -40,7 +40,7 @@ EXTRA = "extra"
 OPTIONS = ("async_op", "random", "required")
 FORMAT = 1
 MARK = b"dualdist sha256 "
-SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment
+SEAL_BYTES = 2 + len(MARK) + 64  # two bytes hold the comment's length; the comment ends the archive
 CHUNK_BYTES = 1 << 22
 DRAFTS = ".checkpoint-*.draft"
 # Bytes between two fsyncs: the disk keeps pace, and a slow one shows progress.
@@ -166,16 +166,18 @@ def _mapped(file: IO[bytes]) -> Any:
 
 
 def _identity_of(file: IO[bytes]) -> Identity:
-    """Return what is equal for the files of two processes if they are one and the same, of one machine."""
+    """Return values that two processes find equal only if both have opened one file, on one machine."""
     found = os.fstat(file.fileno())
     return boot_id(), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Give the pages of a mapped tensor back, which was copied; they are read again if it is used again."""
-    start, page = tensor.data_ptr(), mmap.PAGESIZE
-    first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
-    if tensor.is_contiguous() and first < end:  # whole pages, as others may hold what is next to it
+    """Free the memory of a mapped tensor that was copied; its pages are read again if it is used again."""
+    page, start = mmap.PAGESIZE, tensor.data_ptr()
+    # Only whole pages: the first and the last one may hold a part of another tensor.
+    first = (start + page - 1) // page * page
+    end = (start + tensor.nbytes) // page * page
+    if tensor.is_contiguous() and first < end:
         LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
@@ -253,8 +255,9 @@ def write(
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     try:
-        for old in _outdated(folder, keep, set(uncounted) - {real_path(path)}) if keep else ():
-            old.unlink(missing_ok=True)
+        if keep:
+            for old in _outdated(folder, keep, set(uncounted) - {real_path(path)}):
+                old.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"saved {path}, but cannot remove older ones: {reason(error)}") from error
     return path
@@ -268,7 +271,8 @@ def _outdated(folder: Path, keep: int, uncounted: Collection[Path]) -> Iterator[
             continue
         if newer >= keep:
             yield path
-        newer += real_path(path) not in uncounted
+        if real_path(path) not in uncounted:
+            newer += 1
 
 
 def _describe_newest(folder: Path) -> str:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from dualdist.checkpoint import files as checkpoint_files
-from dualdist.checkpoint.disk_task import ROOT, DiskTask, await_outcome, error_message, raise_problem, unwrap_outcome
+from dualdist.checkpoint.disk_task import (
+    ROOT,
+    DiskTask,
+    await_outcome,
+    error_message,
+    raise_problem,
+    raised_on_all_ranks,
+    unwrap_outcome,
+)
 from dualdist.checkpoint.files import EXTRA, METADATA, FileProgress, Identity
 from dualdist.checkpoint.save import CheckpointSaver
 from dualdist.checkpoint.state import (
@@ -27,7 +35,7 @@ from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import extract_tensors, insert_tensors
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
-from dualdist.ddp.bucket_plan import dense_strides
+from dualdist.ddp.layout import dense_strides
 from dualdist.ddp.optimizer import get_wrapper
 from dualdist.errors import CheckpointError, UsageError
 
@@ -40,10 +48,10 @@ class CheckpointHeader:
 
     path: str
     identity: Identity
-    structure: Any  # of the requested parts
+    structure: Any  # the requested parts, without their tensors
     specs: tuple[Spec, ...]
-    names: tuple[str, ...]  # of all parts in the file
-    refused: tuple[str, ...]  # why newer files were refused
+    names: tuple[str, ...]  # all parts in the file
+    refused: tuple[str, ...]  # the reasons why newer files were refused
 
     def content(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
         found: dict[str, Any] = insert_tensors(self.structure, tensors)
@@ -75,8 +83,8 @@ def load(
     wrong = [part for part, value in parts.items() if not callable(getattr(value, "load_state_dict", None))]
     problem = f"{', '.join(wrong)} cannot be loaded into: plain data are in the returned dict" if wrong else ""
     raise_problem(group, f"{name}.parts", problem, UsageError)
-    tensors: list[torch.Tensor] = []
-    newer: list[Path] = []  # on rank 0, as the tensors
+    tensors: list[torch.Tensor] = []  # rank 0 fills this list and the next one
+    newer: list[Path] = []
     task = (
         DiskTask(lambda progress: _read(path, parts, tensors, newer, progress), timeout_s)
         if group.rank == ROOT
@@ -185,15 +193,11 @@ def _load_all_or_nothing(
         for part_name, copy in copies.items():
             undo.callback(copy.load, {part_name: parts[part_name]}, device)
         for stage, names in stages.items():
-            cause: Exception | None = None
-            try:
+            with raised_on_all_ranks(group, f"{name}.{stage}", CheckpointError):
                 loaded = {each: part for each, part in parts.items() if each in names}
                 load_state(loaded, content, is_mapped=is_mapped)
                 if stage == "undoable" and random:
                     _load_random_state(content[METADATA].get("random", []), group, device)
-            except Exception as error:  # raised on all ranks
-                cause = error
-            raise_problem(group, f"{name}.{stage}", error_message(cause) if cause else "", CheckpointError, cause)
         undo.pop_all()
 
 

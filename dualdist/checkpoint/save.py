@@ -38,8 +38,8 @@ from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import gather_residuals, get_wrapper, is_sharded
 from dualdist.errors import DriftError, MismatchError, UsageError
 
-Positions = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.possible_positions
-Report = tuple[str, Positions, Mapping[str, Options]]  # of one rank: a problem, or "", and what must be the same
+Positions = Mapping[str, Sequence[Sequence[int]]]  # Sampler.possible_positions by the sampler's name
+Report = tuple[str, Positions, Mapping[str, Options]]  # one rank's problem, or "", and what all ranks must share
 
 
 class PendingSave:
@@ -49,7 +49,7 @@ class PendingSave:
         self._group = group
         self._is_copy = is_copy  # the data are a copy, which the program does not modify
         self._name = name
-        self._task = task  # on rank 0
+        self._task = task  # None but on rank 0
         self._outcome: DiskOutcome | None = None
 
     def wait(self) -> str:
@@ -121,7 +121,7 @@ class CheckpointSaver:
             check_part_names(parts)
             if group.rank == ROOT:
                 content = collect_state(parts, copy=async_op, gathered=gathered)
-        except Exception as error:  # from the program's own objects, too: the other ranks must not wait for this one
+        except Exception as error:  # the program's own objects may raise any; the other ranks must not wait
             cause = error
         shared_args = {"parts": sorted(parts), "async_op": async_op}
         positions = {name: sorted(part.possible_positions) for name, part in parts.items() if isinstance(part, Sampler)}
@@ -139,7 +139,7 @@ class CheckpointSaver:
             content[METADATA] = {
                 "format": FORMAT,
                 "random": states,
-                "orders": {name: order for name, each in wrappers.items() if (order := each.reducer.order)},
+                "orders": {name: order for name, each in wrappers.items() if (order := each.reducer.registry.order)},
                 "dtypes": {name: dtypes_of(part) for name, part in optimizers.items()},
                 "shapes": {name: shapes_of(part) for name, part in optimizers.items()},
                 "residuals": residuals,

@@ -129,7 +129,7 @@ def shapes_of(optimizer: torch.optim.Optimizer) -> list[list[int] | None]:
 
 
 def copies_its_state(part: object) -> bool:
-    """Return True for a module that cannot refuse a state of its names and shapes: all of it is torch's own code."""
+    """Return True for a module of torch's own code only, which refuses no state of its names and shapes."""
     part = unwrap_module(part)
     if not isinstance(part, nn.Module):
         return False
@@ -145,14 +145,14 @@ def copies_its_state(part: object) -> bool:
 
 
 def replaces_its_state(part: object) -> bool:
-    """Return True for an optimizer whose load_state_dict() leaves the tensors that it had as they are: torch's own."""
+    """Return True for an optimizer with torch's load_state_dict(), which does not write to the tensors it had."""
     if not isinstance(part, torch.optim.Optimizer) or is_sharded(part):
         return False
     return type(part).load_state_dict is torch.optim.Optimizer.load_state_dict
 
 
 def copy_mapped(content: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy what is mapped, but for the states of modules, which load_state() copies: Note [mapped tensors]."""
+    """Copy mapped tensors, but not those of modules, which load_state() copies: Note [mapped tensors]."""
     mapped = {name: state for name, state in content.items() if name in parts and copies_its_state(parts[name])}
     copied: dict[str, Any] = _on_cpu(
         {name: state for name, state in content.items() if name not in mapped}, copy=True, is_mapped=True

@@ -26,10 +26,10 @@ COMMANDS = {
     "info": ("dualdist.cli.info", "show in one line which backend this process would get"),
     "run": ("dualdist.cli.run", "run a program on several ranks, by any launcher"),
     "exec": ("dualdist.cli.exec", "run a script as it is, as a rank of any launcher"),
+    "top": ("dualdist.cli.top", "show what each rank of a running job is doing now"),
     "compare": ("dualdist.cli.compare", "find the fastest backend for this machine"),
     "bench": ("dualdist.cli.bench", "time steps, allreduce and start-up against raw libraries"),
     "install-horovod": ("dualdist.cli.install_horovod", "build and install Horovod"),
-    "completion": ("dualdist.cli.completion", "let bash, zsh or fish complete on Tab"),
 }
 EXAMPLES = ("dualdist run -np 2 train.py", "dualdist compare --budget 5m", "dualdist doctor --run -np 2")
 
@@ -93,7 +93,7 @@ def _run(parsed: argparse.Namespace) -> Any:
     except KeyboardInterrupt:
         print(f"dualdist {parsed.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as in `dualdist ... | head`
+    except BrokenPipeError:  # the reader has gone, as in `dualdist ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 128 + signal.SIGPIPE
     except Exception:  # a bug: show its traceback
@@ -105,7 +105,7 @@ def _as_options(words: Sequence[str]) -> list[str]:
     """Return the arguments, with --help for none and for the word `help`, and --version for the word `version`."""
     if not words or words[0] == "help":
         return [*words[1:], "--help"]
-    if list(words) == ["bench"]:  # which has sub-commands as well
+    if list(words) == ["bench"]:  # `bench` has sub-commands as well
         return ["bench", "--help"]
     return ["--version"] if words[0] == "version" else list(words)
 

@@ -1,6 +1,4 @@
-"""`dualdist doctor`: print findings, explain the topology, run smoke tests, probe hosts, apply fixes."""
-
-from __future__ import annotations
+"""`dualdist doctor`: print findings, explain the topology, run smoke tests, probe hosts."""
 
 import argparse
 import json
@@ -10,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
@@ -29,8 +27,6 @@ from dualdist.doctor.checks import hosts as host_checks
 from dualdist.doctor.diagnosis import (
     DEFAULT_RANKS,
     Diagnosis,
-    apply_fixes,
-    collect_fixes,
     detect_topology,
     diagnose,
     installed_backends,
@@ -49,9 +45,8 @@ from dualdist.topology import Topology
 from dualdist.utils.output_file import check_writable, write_json
 from dualdist.utils.redaction import make_redactor, redact_json
 
-STYLES: dict[Level, tuple[str, ...]] = {"error": ("red", "bold"), "warning": ("yellow", "bold"), "info": ("blue",)}
+LEVELS: tuple[Level, ...] = ("error", "warning", "info")
 VERDICTS = {0: "no problems found", 1: "something may fail", 2: "something will fail"}
-CODES = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "bold": 1, "dim": 2}
 # Of an error, as 1 means warnings.
 ERROR_CODE = 2
 EXAMPLES = (
@@ -60,44 +55,37 @@ EXAMPLES = (
     "dualdist doctor --hosts a:4,b:4 --json report.json",
     "srun -n 4 dualdist doctor --explain-env",
 )
-COMMON = {
-    "explain_env": "show the variable behind each topology field",
-    "ranks": "check whether N ranks fit here (default: 2)",
-    "run": "run one collective on every usable configuration",
-    "hosts": "probe these hosts over ssh and their connections",
-    "fix": "install and build what is missing, with confirmation",
-    "json": "also write JSON to FILE; alone: only JSON, on stdout",
-}
+COMMON = dict.fromkeys(("explain_env", "ranks", "run", "hosts", "json"), "")
 
 
-def format_diagnosis(diagnosis: Diagnosis, paint: Painter) -> Iterator[str]:
+def format_diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the topology, the backends and the versions, then the findings, worst first, and the verdict."""
     location = _topology(diagnosis.topology) if diagnosis.topology else "unknown: the variables are invalid, see below"
     yield f"{'topology':<10}{location}"
     usable = [f"{name}{_build(backend)}" for name, backend in diagnosis.backends.items() if backend.available]
-    missing = [f"; not {name}: {backend.reason}" for name, backend in diagnosis.backends.items() if backend.reason]
-    yield f"{'backends':<10}{', '.join(usable) or 'none'}{''.join(missing)}"
+    missing = [f"not {name}: {backend.reason}" for name, backend in diagnosis.backends.items() if backend.reason]
+    yield f"{'backends':<10}{'; '.join([', '.join(usable) or 'none', *missing])}"
     versions = (f"{name} {version or 'none'}" for name, version in diagnosis.versions.items())
     yield f"{'versions':<10}{', '.join(versions)}"
     for finding in diagnosis.findings:
         yield ""
-        yield f"{paint(finding.level, *STYLES[finding.level])}: {finding.message}  {paint(f'[{finding.name}]', 'dim')}"
+        yield f"{finding.level}: {finding.message}  [{finding.name}]"
         yield f"  why: {finding.why}"
         yield f"  fix: {finding.fix}"
     counts = Counter(finding.level for finding in diagnosis.findings)
-    summary = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] > 1)}" for level in STYLES if counts[level])
+    summary = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] > 1)}" for level in LEVELS if counts[level])
     yield ""
     yield f"{VERDICTS[diagnosis.exit_code]}{f' ({summary})' if summary else ''}"
 
 
-def format_smoke_tests(cells: Mapping[str, Any] | None, paint: Painter) -> Iterator[str]:
+def format_smoke_tests(cells: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield the configurations that were tested and those that were skipped."""
     if cells is None:
         return
     failed = sum(bool(each["problem"]) for each in cells["tested"])
     yield f"{len(cells['tested'])} configurations tested, {failed} failed"
     for each in cells["tested"]:
-        state = paint("FAILED", "red", "bold") if each["problem"] else paint("works", "green")
+        state = "FAILED" if each["problem"] else "works"
         yield f"  {state:<6}  {each['launcher']}, {each['backend']} over {each['transport']}, {each['seconds']:.1f} s"
     reasons = Counter(each["reason"] for each in cells["skipped"])
     if reasons:
@@ -105,16 +93,16 @@ def format_smoke_tests(cells: Mapping[str, Any] | None, paint: Painter) -> Itera
         yield from (f"  {count:>2}: {reason}" for reason, count in reasons.most_common())
 
 
-def format_explanation(explanation: TopologyExplanation, paint: Painter) -> Iterator[str]:
+def format_explanation(explanation: TopologyExplanation) -> Iterator[str]:
     """Yield every topology field with its source, and the ignored variables with reasons."""
     if explanation.error:
-        yield f"{paint('error', *STYLES['error'])}: {explanation.error}"
+        yield f"error: {explanation.error}"
     width = max((len(each.value) for each in explanation.fields), default=0)
     for each in explanation.fields:
-        yield f"{each.name.replace('_', ' '):<12}{each.value:<{width}}  {paint(each.source, 'dim')}"
+        yield f"{each.name.replace('_', ' '):<12}{each.value:<{width}}  {each.source}"
     if explanation.ignored:
         yield "ignored:" if explanation.fields else "also set:"
-        yield from (f"  {each.name}={each.value}  {paint(each.why, 'dim')}" for each in explanation.ignored)
+        yield from (f"  {each.name}={each.value}  {each.why}" for each in explanation.ignored)
     if explanation.exec_sets:
         given = " ".join(f"{name}={value}" for name, value in explanation.exec_sets.items())
         yield f"dualdist exec sets {given}, MASTER_ADDR and MASTER_PORT"
@@ -137,36 +125,16 @@ def _build(backend: Availability) -> str:
     return f" (built with {', '.join(built)})" if built else ""
 
 
-class Painter:
-    """Adds colors to text on a terminal without NO_COLOR."""
-
-    def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
-        is_disabled = environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb"
-        self._is_enabled = stream.isatty() and not is_disabled
-
-    def __call__(self, text: str, *styles: str) -> str:
-        codes = ";".join(str(CODES[style]) for style in styles)
-        return f"\x1b[{codes}m{text}\x1b[0m" if self._is_enabled and codes else text
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--explain-env", action="store_true", help="show the variable behind each topology field, and the ignored ones")
-    add("-np", "--ranks", type=int, metavar="N", help="check whether N ranks fit on this host (default: 2)")
-    add("--run", action="store_true", help="run one collective on every usable launcher, backend and transport")
+    add("--explain-env", action="store_true", help="show the variable behind each topology field")
+    add("-np", "--ranks", type=int, metavar="N", help="check whether N ranks fit here (default: 2)")
+    add("--run", action="store_true", help="run one collective on every usable configuration")
     add("--launchers", metavar="A,B", help="launchers to test with --run")
     add("--backends", metavar="A,B", help="backends to test with --run")
-    add("--hosts", metavar="A:2,B:2", help="probe these hosts over ssh, and the connections between them")
+    add("--hosts", metavar="A:2,B:2", help="probe these hosts over ssh and their connections")
     add("--hostfile", metavar="FILE", help="like --hosts, from a file as for dualdist run")
-    add("--fix", action="store_true", help="install and build what is missing, with confirmation")
-    add("--yes", action="store_true", help="with --fix, do not ask for confirmation")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="also write JSON to FILE; without FILE: only JSON, to stdout",
-    )
+    add("--json", nargs="?", const="-", metavar="FILE", help="also write JSON to FILE; alone: only JSON, on stdout")
     set_completions(parser, {"launchers": MULTI_RANK_LAUNCHERS, "backends": registry.names()})
     parser.epilog = "Exit code: 0 without problems, 1 if something may fail, 2 if something will."
 
@@ -178,8 +146,6 @@ def run(args: argparse.Namespace) -> int:
     if args.explain_env:
         return _explain(args, redact)
     diagnosis = diagnose(os.environ, args.ranks)
-    if args.fix:
-        diagnosis = _apply_fixes(args, diagnosis)
     more: dict[str, Any] = {}
     if args.hosts is not None or args.hostfile is not None:
         diagnosis, more["hosts"] = _probe_hosts(args, diagnosis)
@@ -187,17 +153,16 @@ def run(args: argparse.Namespace) -> int:
         diagnosis, more["cells"] = _run_smoke_tests(args, diagnosis)
     write_json(args.json, json.dumps(redact_json({**to_json(diagnosis), **more}, redact), indent=1))
     if args.json != "-":
-        paint = Painter(sys.stdout, os.environ)
-        _print([*format_diagnosis(diagnosis, paint), *format_smoke_tests(more.get("cells"), paint)], redact)
+        _print([*format_diagnosis(diagnosis), *format_smoke_tests(more.get("cells"))], redact)
     return diagnosis.exit_code
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.ranks is not None and args.ranks < 1:
         raise UsageError(f"-np {args.ranks}: expected 1 or more")
-    for name, needed in (("launchers", "run"), ("backends", "run"), ("yes", "fix")):
-        if getattr(args, name) and not getattr(args, needed):
-            raise UsageError(f"--{name} requires --{needed}")
+    for name in ("launchers", "backends"):
+        if getattr(args, name) and not args.run:
+            raise UsageError(f"--{name} requires --run")
     if args.hosts is not None and args.hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts: give one of them")
     check_writable("--json", args.json)
@@ -220,28 +185,8 @@ def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
     topology = topology_to_json(detected) if isinstance(detected, Topology) else None
     write_json(args.json, json.dumps(redact_json({"topology": topology, **asdict(explanation)}, redact), indent=1))
     if args.json != "-":
-        _print(format_explanation(explanation, Painter(sys.stdout, os.environ)), redact)
+        _print(format_explanation(explanation), redact)
     return ERROR_CODE if explanation.error else 0
-
-
-def _apply_fixes(args: argparse.Namespace, diagnosis: Diagnosis) -> Diagnosis:
-    """Apply the fixes that the user confirms, and return a new diagnosis."""
-    fixes = collect_fixes(diagnosis.findings)
-    if not fixes:
-        _log("there is nothing that --fix can fix")
-        return diagnosis
-    succeeded = apply_fixes(fixes, (lambda _: True) if args.yes else _confirm, _log)
-    return diagnose(os.environ, args.ranks) if succeeded else diagnosis
-
-
-def _confirm(question: str) -> bool:
-    """Return the user's answer; no, if stdin is not a terminal."""
-    if not sys.stdin.isatty():
-        _log(f"{question} [skipped: stdin is not a terminal; pass --yes to confirm]")
-        return False
-    sys.stderr.write(f"{question} [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _probe_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, list[Any]]:
@@ -258,7 +203,7 @@ def _report_to_json(report: Any) -> dict[str, Any]:
 
 def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
     site, ranks = find_site(), args.ranks or DEFAULT_RANKS
-    facts = MachineFacts(diagnosis.visible_gpus, "auto", diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
+    facts = MachineFacts(diagnosis.visible_gpus, diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
     configs = _configs(args)
     refused = refusal_reasons(configs, MeasurementSettings(ranks, site), facts)
     usable = [config for config in configs if config not in refused]

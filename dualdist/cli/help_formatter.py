@@ -15,9 +15,19 @@ SHORT, ALL = ("-h", "--help"), "--help-all"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors suggest the choice that was meant, or one of `words`, which are no choices but work."""
+    """A parser whose errors suggest the choice that was meant, or one of `words`, which are no choices but work.
+
+    The value of an option in `dashed` may begin with a dash, as in --directive --exclusive.
+    """
 
     words: Sequence[str] = ()
+    dashed: Sequence[str] = ("--directive",)
+    _previous = ""
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        """Return None for a value; argparse asks for each argument once, in their order."""
+        previous, self._previous = self._previous, arg_string
+        return None if previous in self.dashed else super()._parse_optional(arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from dualdist.doctor import installed_backends
+from dualdist.doctor.diagnosis import installed_backends
 from dualdist.doctor.explain import explain_backend, invalid_choices
 from dualdist.doctor.facts import may_use_gpus
 from dualdist.environments import detect

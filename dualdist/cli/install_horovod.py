@@ -8,25 +8,14 @@ from dualdist.horovod_build.machine import BuildOptions
 from dualdist.launch.processes import termination_raises
 
 EXAMPLES = ("dualdist install-horovod", "dualdist install-horovod --gpu --force", "dualdist install-horovod --dry-run")
-COMMON = {
-    "gpu": "build with NCCL; needs nvcc and a CUDA build of torch",
-    "without_mpi": "build with Gloo only",
-    "jobs": "compile N files at a time",
-    "force": "rebuild, even if installed or in the cache",
-    "dry_run": "print the commands without running them",
-}
+COMMON = dict.fromkeys(("gpu", "without_mpi", "jobs", "force", "dry_run"), "")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpu", action="store_true", help="build with NCCL for GPU tensors; needs nvcc and a CUDA build of torch")
+    add("--gpu", action="store_true", help="build with NCCL; needs nvcc and a CUDA build of torch")
     add("--without-mpi", action="store_true", help="build with Gloo only")
-    add(
-        "--jobs",
-        type=_positive,
-        metavar="N",
-        help="compile N files at a time (default: as many as processors and memory allow)",
-    )
+    add("--jobs", type=_positive, metavar="N", help="files to compile at a time (default: as cores allow)")
     add("--force", action="store_true", help="rebuild, even if installed or in the cache")
     add("--dry-run", action="store_true", help="print the commands without running them")
 

@@ -58,7 +58,7 @@ def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
     try:
         given = list(numbers)
         return [operator.index(number) for number in given]
-    except (TypeError, RuntimeError):  # of a tensor without values
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
         raise UsageError(f"{what} {given}: expected integers") from None
 
 

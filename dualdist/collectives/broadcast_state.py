@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -19,10 +19,11 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import allgather_bytes, as_bytes, check_same_tensors, unpickle
 from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import name_of, root_of
-from dualdist.collectives.collectives import refused_alike, run_agreed
+from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.refusals import refused_alike
 from dualdist.collectives.tensor_utils import (
     NAME,
     check_tensor,
@@ -42,8 +43,7 @@ from dualdist.utils.suggest import type_name
 
 T = TypeVar("T")
 SHOWN = 3  # names, in an error
-PIECE_BYTES = 1 << 24  # of what is copied into one buffer to be broadcast
-GROUP_PARAMS = itemgetter("params")
+PIECE_BYTES = 1 << 24  # small tensors are copied into buffers of this size to be broadcast
 STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 Dumps = Callable[[Any], bytes]
 Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
@@ -179,8 +179,8 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
 def _broadcast_state(optimizer: torch.optim.Optimizer, root: int, name: str, backend: Backend) -> Stages[None]:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     layout = type(optimizer).__name__, sizes, sorted(name for name, _ in named_optimizer_params(optimizer))
-    layouts = yield from control_plane.allgather_object(backend, layout, f"{name}.groups")
-    if any(other != layouts[0] for other in layouts):
+    layouts = yield from control_plane.gather_unless_equal(backend, layout, f"{name}.groups")
+    if layouts:
         raise MismatchError(
             "the optimizers differ: class, parameters in each group and their names, by rank: "
             f"{[(*first, names[:SHOWN]) for *first, names in layouts]}; build the same optimizer on every rank"
@@ -210,7 +210,7 @@ def broadcast_nested(backend: Backend, value: T, root: int, device: torch.device
 
 def optimizer_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of all groups."""
-    return [*chain.from_iterable(map(GROUP_PARAMS, optimizer.param_groups))]
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def named_optimizer_params(

@@ -8,33 +8,22 @@ over the whole batch, so that gradients keep the size that they have in one proc
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from dualdist.backends.arithmetic import (
-    LINEAR,
-    Op,
-    check_op,
-    check_scales,
-    finalize_,
-    reduce_rows,
-    scale_,
-    wire_op,
-)
+from dualdist.backends.arithmetic import LINEAR, Op, check_op, check_scales, finalize_, reduce_rows, scale_, wire_op
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import allgather_bytes, as_bytes
 from dualdist.backends.operation import Stages
 from dualdist.collectives.arguments import Reduction, as_ints, check_reduction, name_of, root_of, scales_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective, is_differentiable, requires_grad
-from dualdist.collectives.negotiation import REFUSED, CollectiveRequest
+from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.reductions import adasum_, allreduce_, sparse_sum
+from dualdist.collectives.refusals import description
 from dualdist.collectives.tensor_utils import (
     check_tensor,
     check_tensors,
@@ -49,56 +38,13 @@ from dualdist.collectives.tensor_utils import (
     with_rows,
 )
 from dualdist.errors import UnsupportedError, UsageError
+from dualdist.utils import accelerator
 
-T = TypeVar("T")
 Tensors = TypeVar("Tensors", torch.Tensor, list[torch.Tensor])
 Splits = Sequence[int] | torch.Tensor | None
-F = TypeVar("F", bound=Callable[..., Collective[Any]])
 
 
-def refuse(group: Group, kind: str, name: str, error: UsageError | UnsupportedError) -> NoReturn:
-    """Raise an error of this kind on every rank: this rank cannot take part, and none has sent anything."""
-    if error.names_operation:  # raised on all ranks already
-        raise error
-    group.require_usable()
-    request = CollectiveRequest(kind, name, {REFUSED: f"{error}"})
-    message = f"{request}: {error}"
-    try:
-        Collective(group, request, lambda backend, rank_args: None).run()
-    except UsageError as agreed:
-        message = f"{agreed}"
-    refused = type(error)(message)
-    refused.names_operation = True
-    raise refused from error
-
-
-@contextlib.contextmanager
-def refused_alike(group: Group, kind: str, name: str) -> Iterator[None]:
-    """Raise on every rank what refuses an argument in this block on any rank: Note [checked before sent]."""
-    try:
-        yield
-    except (UsageError, UnsupportedError) as error:
-        refuse(group, kind, name, error)
-
-
-def _description(describe: F) -> F:
-    """Let all ranks raise where the description of one refuses its arguments, before it has numbered a name."""
-
-    @functools.wraps(describe)
-    def call(*args: Any, **kwargs: Any) -> Collective[Any]:
-        try:
-            return describe(*args, **kwargs)
-        except (UsageError, UnsupportedError) as error:
-            given = inspect.signature(describe).bind(*args, **kwargs).arguments
-            tensors, name = given.get("tensors"), given.get("name")
-            is_grouped = isinstance(tensors, list) and all(isinstance(each, torch.Tensor) for each in tensors)
-            kind = f"grouped_{describe.__name__}" if is_grouped else describe.__name__
-            refuse(given["group"], kind, name_of(given["group"], kind, name if isinstance(name, str) else None), error)
-
-    return cast(F, call)
-
-
-@_description
+@description
 def allreduce(
     group: Group,
     tensors: Tensors,
@@ -197,8 +143,7 @@ def _reduce_in_place(
             yield from adasum_(backend, buffer, sizes, f"op.{name}.{number}")
         else:
             reduced_by = "mean" if is_mean else wire_op(op)
-            ordered = reduction == "ordered"
-            yield allreduce_(backend, buffer, reduced_by, f"op.{name}.{number}", is_ordered=ordered)
+            yield allreduce_(backend, buffer, reduced_by, f"op.{name}.{number}", is_ordered=reduction == "ordered")
         running.append((buffer, zip(members, buffer.split(sizes), strict=True)))
     for buffer, pieces in running:
         finalize_(buffer, "sum" if is_mean else op, backend.size, scales[1])
@@ -209,7 +154,7 @@ def _reduce_in_place(
 def zero_contribution(group: Group, request: CollectiveRequest) -> Collective[None]:
     """Return the part of a rank that has joined in a reduction of the other ranks: zeros."""
     shared_args = request.shared_args
-    device = local_device(shared_args["device"])
+    device = accelerator.current(shared_args["device"])
     zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, shared_args["tensors"])]
     scales = shared_args.get("prescale", 1.0), shared_args.get("postscale", 1.0)
 
@@ -219,7 +164,7 @@ def zero_contribution(group: Group, request: CollectiveRequest) -> Collective[No
     return Collective(group, request, perform, device)
 
 
-@_description
+@description
 def sparse_allreduce(
     group: Group,
     tensor: torch.Tensor,
@@ -238,14 +183,13 @@ def sparse_allreduce(
     check_op(op, tensor.dtype)
     reduction = reduction or group.reduction
     check_reduction(reduction, op)
-    is_ordered = reduction == "ordered"
     values, scales = tensor.detach(), scales_of(prescale, postscale)
     name = name_of(group, "sparse_allreduce", name)
     shared_args = reduction_args([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales, reduction)
     shared_args["sparse_dim"] = tensor.sparse_dim()
 
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[torch.Tensor]:
-        return sparse_sum(backend, values, op, f"op.{name}", scales, is_ordered=is_ordered)
+        return sparse_sum(backend, values, op, f"op.{name}", scales, is_ordered=reduction == "ordered")
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
         _require_linear(op)
@@ -255,7 +199,7 @@ def sparse_allreduce(
     return Collective(group, request, perform, tensor.device, [tensor], backward)
 
 
-@_description
+@description
 def allgather(group: Group, tensors: Tensors, name: str | None = None) -> Collective[Tensors]:
     """Concatenate the ranks' rows in rank order: (n_rank, *s) -> (sum of n_rank, *s).
 
@@ -293,7 +237,7 @@ def _rows_like(like: torch.Tensor, data: torch.Tensor, count: int) -> torch.Tens
     return from_bytes(data, like.dtype, (count, *like.shape[1:]))
 
 
-@_description
+@description
 def broadcast(
     group: Group, tensor: torch.Tensor, root: int, name: str | None = None, *, in_place: bool = False
 ) -> Collective[torch.Tensor]:
@@ -323,7 +267,7 @@ def broadcast(
     return Collective(group, request, perform, tensor.device, () if in_place else [tensor], backward)
 
 
-@_description
+@description
 def alltoall(
     group: Group, tensor: torch.Tensor, splits: Splits = None, name: str | None = None
 ) -> Collective[tuple[torch.Tensor, torch.Tensor]]:
@@ -385,7 +329,7 @@ def _check_splits(splits: Sequence[int] | torch.Tensor, count: int, size: int) -
     return sent
 
 
-@_description
+@description
 def reducescatter(
     group: Group,
     tensors: Tensors,
@@ -450,7 +394,7 @@ def even_shares(rows: int, size: int) -> list[int]:
     return [each + (rank < more) for rank in range(size)]
 
 
-@_description
+@description
 def scatter(
     group: Group, tensor: torch.Tensor | None, root: int, splits: Splits = None, name: str | None = None
 ) -> Collective[torch.Tensor]:
@@ -462,8 +406,8 @@ def scatter(
     root, root_index = root_of(group, root)
     inputs: list[torch.Tensor] = []
     rows, root_args, device = None, None, None
-    if torch.cuda.is_initialized():  # whose streams a rank without a tensor uses
-        device = local_device("cuda")
+    if accelerator.is_in_use():  # whose stream a rank without a tensor uses
+        device = accelerator.current(str(accelerator.kind()))
     if tensor is not None:
         check_tensor(tensor)
     if group.rank == root_index:
@@ -475,9 +419,10 @@ def scatter(
     def perform(backend: Backend, rank_args: Sequence[Any]) -> Stages[torch.Tensor]:
         spec, kind, counts, has_gradient = rank_args[root_index]
         dtype, shape = spec_from(spec)
-        given = torch.empty((0, *shape[1:]), dtype=dtype, device=local_device(kind)) if rows is None else rows
+        given = torch.empty((0, *shape[1:]), dtype=dtype, device=accelerator.current(kind)) if rows is None else rows
         sent = [0] * backend.size if rows is None else counts
-        received = _only(root_index, counts[backend.rank], backend.size)
+        received = [0] * backend.size
+        received[root_index] = counts[backend.rank]
         found = yield from _move_rows(backend, given, sent, received, name, moves=any(counts))
         if has_gradient:
             inputs.append(_no_rows(tensor, found) if rows is None else cast(torch.Tensor, tensor))
@@ -511,7 +456,7 @@ def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-@_description
+@description
 def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Collective[torch.Tensor]:
     """Concatenate the ranks' rows on root, (n_rank, *s) -> (sum of n_rank, *s); the others get no rows, (0, *s).
 
@@ -529,7 +474,8 @@ def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = Non
         if any(has_gradient for _, has_gradient in rank_args):
             inputs.append(_requiring_grad(tensor))
         received = counts if backend.rank == root_index else [0] * backend.size
-        sent = _only(root_index, len(rows), backend.size)
+        sent = [0] * backend.size
+        sent[root_index] = len(rows)
         return _move_rows(backend, rows, sent, received, name, moves=any(counts))
 
     def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
@@ -538,16 +484,6 @@ def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = Non
 
     request = CollectiveRequest("gather", name, shared_args, [len(rows), requires_grad([tensor])])
     return Collective(group, request, perform, tensor.device, inputs, backward)
-
-
-def _only(index: int, count: int, size: int) -> list[int]:
-    """Return `count` for one rank, and 0 for the others."""
-    return [count if rank == index else 0 for rank in range(size)]
-
-
-def local_device(kind: str) -> torch.device:
-    """Return this rank's device of a type that another rank named."""
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def barrier(group: Group, timeout_s: float | None = None) -> None:

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.backends.control_plane import allgather_object, as_bytes, check_same_tensors, exchange
+from dualdist.backends.control_plane import as_bytes, check_same_tensors, exchange, gather_unless_equal
 from dualdist.backends.operation import Stages
 from dualdist.collectives.broadcast_state import named_optimizer_params
-from dualdist.collectives.collectives import refused_alike, run_agreed
+from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
+from dualdist.collectives.refusals import refused_alike
 from dualdist.collectives.tensor_utils import check_tensor, named_pairs, plain_values, remember_names, spec
 from dualdist.errors import DriftError, UsageError
-from dualdist.utils.suggest import format_ranks, type_name
+from dualdist.utils.suggest import format_ranks, ranks_by_value, type_name
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 Options = Mapping[str, str]  # by name, as text
@@ -70,7 +71,9 @@ def _chunk_sums(tensor: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
         return torch.mul(words, factors[:count], out=products[0, :count]).sum(0, keepdim=True)
     whole = count // CHUNK_WORDS
     chunks, rest = words[: whole * CHUNK_WORDS].view(whole, CHUNK_WORDS), words[whole * CHUNK_WORDS :]
-    pieces = [*chunks.split(len(products)), *([rest.view(1, -1)] if rest.numel() else [])]
+    pieces = [*chunks.split(len(products))]
+    if rest.numel():
+        pieces.append(rest.view(1, -1))
     return torch.cat(
         [
             torch.mul(each, factors[: each.shape[1]], out=products[: each.shape[0], : each.shape[1]]).sum(1)
@@ -161,9 +164,7 @@ def named_state(optimizer: torch.optim.Optimizer) -> NamedTensors:
 def differing_options(found: Sequence[Options], ranks: Sequence[int]) -> str:
     """Return the first option that differs, with its values by rank; "" if all are the same."""
     for name in dict.fromkeys(itertools.chain(*found)):
-        values: dict[str, list[int]] = {}
-        for rank, options in zip(ranks, found, strict=True):
-            values.setdefault(options.get(name, "missing"), []).append(rank)
+        values = ranks_by_value([options.get(name, "missing") for options in found], ranks)
         if len(values) > 1:
             return f"{name} is " + ", ".join(f"{value} on {format_ranks(some)}" for value, some in values.items())
     return ""
@@ -173,17 +174,17 @@ def difference(backend: Backend, tensors: NamedTensors, name: str, options: Opti
     """Return how the ranks' tensors or options differ, as text, the same on every rank; "" if they are equal."""
     prints = fingerprints([tensor for _, tensor in tensors])
     specs = "\n".join(f"{name} {spec(tensor.dtype, tensor.shape)}" for name, tensor in tensors)
-    texts = [specs.encode(), json.dumps(options).encode(), b"".join(prints)]
-    summary = b"".join(hashlib.sha256(text).digest() for text in texts)
-    if len(set((yield exchange(backend, summary, name)))) == 1:
+    found = yield from gather_unless_equal(backend, (options, specs, hashlib.sha256(b"".join(prints)).digest()), name)
+    if not found:
         return ""
-    all_options = yield from allgather_object(backend, options, f"{name}.options")
-    if clause := differing_options(all_options, backend.ranks):
+    if clause := differing_options([each for each, _, _ in found], backend.ranks):
         return clause
     yield from check_same_tensors(backend, tensors, 0, f"{name}.tensors")
     rows = yield exchange(backend, b"".join(prints), f"{name}.prints")
     by_tensor = [[row[start : start + DIGEST_BYTES] for row in rows] for start in range(0, len(rows[0]), DIGEST_BYTES)]
     differing = [number for number, ranks_prints in enumerate(by_tensor) if len(set(ranks_prints)) > 1]
+    if not differing:  # the ranks have the same options in another order
+        return ""
     (tensor_name, tensor), ranks_prints = tensors[differing[0]], by_tensor[differing[0]]
     reference = _most_common(ranks_prints)
     differences = yield from _compare_with(backend, tensor, reference, name)
@@ -224,18 +225,15 @@ def _nonfinite(tensor: torch.Tensor) -> str:
 
 def _describe(ranks: Sequence[int], prints: Sequence[bytes], reference: int, differences: Sequence[Difference]) -> str:
     """Return which ranks differ from those that agree with the reference, and by how much."""
-    agree = [rank for rank, each in zip(ranks, prints, strict=True) if each == prints[reference]]
-    groups: dict[bytes, list[int]] = {}
-    for index, each in enumerate(prints):
-        if each != prints[reference]:
-            groups.setdefault(each, []).append(index)
+    by_print = ranks_by_value(prints, ranks)
+    agree = by_print.pop(prints[reference])
     clauses = []
-    for members in groups.values():
-        elements, most, nonfinite = differences[members[0]]
+    for members in by_print.values():
+        elements, most, nonfinite = differences[ranks.index(members[0])]
         verb = "differs" if len(members) == 1 else "differ"
         clauses.append(
-            f"{format_ranks([ranks[index] for index in members])} {verb} from {format_ranks(agree)} in "
-            f"{elements} elements, by {most:.3g} at most{nonfinite}"
+            f"{format_ranks(members)} {verb} from {format_ranks(agree)} in {elements} elements, by {most:.3g} at most"
+            f"{nonfinite}"
         )
     if in_reference := differences[reference][2]:
         clauses.append(f"{format_ranks(agree)}{in_reference.removeprefix(',')}")

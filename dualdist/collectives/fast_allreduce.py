@@ -91,10 +91,10 @@ class AllreduceSignature:
     """The part of an allreduce that all calls with the same op, dtype and shape share."""
 
     shared_args: dict[str, Any]
-    before_name: str  # of the message, whose other variable part is the name
+    before_name: str  # the message up to the name, which alone varies between such calls
     after_name: str
     op: ReduceOp
-    inline_bytes: float  # infinite if it never travels with the request
+    inline_bytes: float  # the size of the tensor; infinite if it never travels with the request
     is_ordered: bool  # Note [rank order]; inline payloads are reduced in rank order in any case
 
 
@@ -123,7 +123,7 @@ class FastAllreduce(NamedTuple):
     op: Op
     name: str
     signature: AllreduceSignature
-    request: bytes  # that all ranks must send
+    request: bytes  # the message, which all ranks must send alike
     in_place: bool
 
     def __str__(self) -> str:

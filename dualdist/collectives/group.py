@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+import dualdist.collectives.ddp_models  # noqa: F401  from now on it is known which models are in DDP
 from dualdist.backends.base import Backend, Message
 from dualdist.backends.control_plane import exchange
 from dualdist.backends.operation import Staged, Stages
@@ -31,8 +32,8 @@ from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, co
 from dualdist.engine.channel import Channel, Work
 from dualdist.engine.monitor import Monitor
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, MismatchError, UsageError
-from dualdist.monitoring.process_state import OUR_THREADS
-from dualdist.monitoring.wait_times import WaitTimes
+from dualdist.liveness.process_state import OUR_THREADS
+from dualdist.liveness.wait_times import WaitTimes
 from dualdist.utils.deadline import Deadline
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ DRAIN_S = 2.0
 # another thread may begin what the other ranks wait for.
 THREADS_S = 2.0
 NUMBERED_ALLREDUCE = re.compile(r"allreduce\.\d+")  # of a call without a name
-EXCHANGE = "exchange"  # the name of all of them, which Horovod can cache
+EXCHANGE = "exchange"  # the one name of all exchanges, which Horovod can cache
 
 
 class BlockingCall(Protocol):
@@ -82,31 +83,31 @@ class Group:
         number: int = 0,
     ) -> None:
         self.backend = backend
-        self.number = number  # by which a compiled graph finds it: 0 for that of all ranks, others are never reused
+        self.number = number  # a compiled graph finds the group by it; 0 is that of all ranks
         self.ranks = backend.ranks
         self.rank = backend.rank
         self.size = backend.size
-        self.reduction: Reduction = "unordered"  # where a call names none
+        self.reduction: Reduction = "unordered"  # for calls that name none
         self.monitor = monitor
         self.channel = Channel(backend, monitor, timeout_s)
         self.channel.source = self._next_cycle
-        self.observers = self.channel.observers  # see _notify()
-        self.wait_times: WaitTimes | None = None  # if the waits of the ranks are recorded
+        self.observers = self.channel.observers  # called by _notify(), too
+        self.wait_times: WaitTimes | None = None  # None unless the waits of the ranks are recorded
         self.gradient_reductions = 0  # gradient reductions in which this rank had gradients
         self.reducers: list[Any] = []  # ReductionPlans of this group's reducers, in the order of their creation
         self.num_unnamed = 0  # collectives that were given a numbered name
         self.exchanges = 0
-        self.is_joined = False  # in dd.join(), which alone exchanges requests
-        self._parent = parent or backend  # closed with the group, and with it its duplicates
+        self.is_joined = False  # True in dd.join(), which exchanges requests itself
+        self._parent = parent or backend  # closing it closes its duplicates, of which `backend` may be one
         self._gradients: Channel | None = None
-        self._last_requests: Sequence[RankRequests] = ()  # of all ranks, when nothing could be done
-        self._lock = threading.RLock()  # of what is pending
+        self._last_requests: Sequence[RankRequests] = ()  # of the last exchange in which nothing was ready on all ranks
+        self._lock = threading.RLock()  # guards what is pending
         self._pending: dict[str, Handle[Any]] = {}
         self._cycle: Work[bool] | None = None  # Note [cycles]
         self._waiting: dict[str, float] = {}  # names that programs wait for -> when the wait began
-        self._blocking_name = ""  # of the collective in run_blocking()
-        self._waiting_calls: dict[int, CollectiveRequest] = {}  # by thread: those whose result it waits for
-        self._not_before = 0.0  # earliest next cycle of the progress thread, on the monotonic clock
+        self._blocking_name = ""  # the name of the collective in run_blocking()
+        self._waiting_calls: dict[int, CollectiveRequest] = {}  # by thread: the call whose result it waits for
+        self._not_before = 0.0  # when the progress thread may begin its next cycle, on the monotonic clock
 
     @property
     def is_open(self) -> bool:
@@ -215,7 +216,7 @@ class Group:
         self._notify("agreed", handle.request)
 
         def closing_latch(error: BaseException) -> BaseException:
-            described = self._described(error, handle.request)
+            described = self.monitor.describe(error, handle.request)
             self.channel.latch.fail(described, handle.request)
             return described
 
@@ -223,12 +224,6 @@ class Group:
         if self.wait_times is not None:
             self.wait_times.record_operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
         self._notify("done", handle.request)
-
-    def _described(self, error: BaseException, what: object) -> BaseException:
-        described = self.monitor.describe(error, what)
-        if described is not error:
-            described.__cause__ = error.__cause__
-        return described
 
     def _notify(self, event: str, request: CollectiveRequest | None) -> None:
         """Tell the observers that a request was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
@@ -258,14 +253,14 @@ class Group:
                 began = 0.0 if self.wait_times is None else time.monotonic()
                 self.exchanges += 1
                 result = call.perform(channel)
-                if isinstance(result, Message):
+                if not isinstance(result, torch.Tensor):
                     return self._respond_to_all(call, result, began)
                 if self.wait_times is not None:
                     self.wait_times.record_operation(began, began or None)
                 return result
             except BaseException as error:
                 explained = latch.explain(error)
-                described = self._described(explained, call)  # while the probe knows that this rank is here
+                described = self.monitor.describe(explained, call)  # while the probe knows that this rank is here
                 latch.fail(described, call)
                 if described is error:
                     raise
@@ -284,17 +279,33 @@ class Group:
         handle = Handle(call.collective())
         handle.began, handle.waits_since = began, began or None
         self.channel.finish(Staged(self._respond(message.result, [handle])))
-        if not handle.done():
+        if not handle.is_done:
             with self._lock:
                 self._pending[handle.name] = handle  # not earlier: another thread's cycle must not offer it meanwhile
         return handle
 
     def attend(self) -> None:
-        """Let the progress thread perform what is pending while the program does something else."""
+        """Let the progress thread perform what is pending while the program does something else.
+
+        Where operations begin in the program's order, the program offers once now what is pending.
+        """
+        if self.backend.in_program_order and self.size > 1:
+            cycle = self._current_cycle()
+            if cycle is not None:
+                with contextlib.suppress(CollectiveError):  # which handles raise in wait()
+                    cycle.wait()
+            return
         now = time.monotonic()
         if self._not_before < now:
             self._not_before = now + CYCLE_S
         self.channel.attend()
+
+    def poll(self) -> None:
+        """Move what is pending without waiting, where no thread does."""
+        if self.backend.in_program_order and self.size > 1:
+            cycle = self._current_cycle()
+            if cycle is not None:
+                cycle.done()
 
     def _next_cycle(self) -> float | None:
         """Begin a cycle for the progress thread: see Channel.attend."""
@@ -306,7 +317,7 @@ class Group:
             if early_s > 0:
                 return early_s
             try:
-                self._begin_cycle()
+                self._current_cycle()
             except (CollectiveError, UsageError) as error:
                 self._fail_pending(error)
                 return None
@@ -331,8 +342,8 @@ class Group:
     def _run_cycles(self, handle: Handle[Any]) -> None:
         limit_s = handle.timeout_s or self.channel.timeout_s
         deadline = Deadline(limit_s)
-        while not handle.done():
-            cycle = self._begin_cycle()
+        while not handle.is_done:
+            cycle = self._current_cycle()
             if cycle is None:
                 continue
             try:
@@ -340,7 +351,7 @@ class Group:
                     deadline = Deadline(limit_s)
                     continue
             except CollectiveError:
-                if handle.done():
+                if handle.is_done:
                     return
                 raise
             if deadline.passed():
@@ -350,14 +361,14 @@ class Group:
     @property
     def _thread_attends(self) -> bool:
         """Return True if some collectives were begun for the progress thread."""
-        return self._not_before > 0.0
+        return self._not_before > 0.0  # it is 0.0 until the first of them
 
     def finish_pending(self) -> None:
         """Wait for all that this rank has begun; errors are left to each handle's own wait()."""
         for handle in list(self._pending.values()):
             self.wait_for(handle)
 
-    def _begin_cycle(self) -> Work[bool] | None:
+    def _current_cycle(self) -> Work[bool] | None:
         """Return the cycle under way, or a new one; None if nothing is pending."""
         with self._lock:
             if self._cycle is not None and not self._cycle.is_done:
@@ -375,7 +386,8 @@ class Group:
     def _run_cycle(self, offered: Sequence[Handle[Any]]) -> Stages[bool]:
         """Exchange requests once, and respond; return True if anything was performed or refused."""
         self._notify("cycle", None)
-        requests = RankRequests(tuple(handle.request for handle in offered), self._blocked_on())
+        begun = self._gradients.started if self._gradients is not None and self.backend.in_program_order else 0
+        requests = RankRequests(tuple(handle.request for handle in offered), self._blocked_on(), begun=begun)
         try:
             message = self.exchange(requests.dumps())
             yield message
@@ -384,7 +396,7 @@ class Group:
                 return True
             return (yield from self._respond(message.result, offered))
         except Exception as error:  # of any kind: those who wait must see it
-            described = self._described(error, offered[0].request)
+            described = self.monitor.describe(error, offered[0].request)
             for handle in offered:
                 handle.fail(described)
             if described is error:
@@ -414,7 +426,7 @@ class Group:
         """Free the names of what is done."""
         with self._lock:
             for name, handle in list(self._pending.items()):
-                if handle.done():
+                if handle.is_done:
                     del self._pending[name]
 
     def _fail_pending(self, error: BaseException) -> None:
@@ -461,7 +473,7 @@ class Group:
             deadline.sleep(PAUSE_S)
         self.channel.latch.is_open = False
         self.channel.latch.abandon()
-        unfinished = [f"{handle.request}" for handle in under_way if not handle.done() or handle.failed()]
+        unfinished = [f"{handle.request}" for handle in under_way if not handle.is_done or handle.failed()]
         if unfinished:
             warnings.warn(
                 f"dualdist: shut down with {len(unfinished)} operation(s) unfinished, for which not all ranks were "
@@ -474,13 +486,16 @@ class Group:
         try:
             self._parent.close()
         except CollectiveError as error:
-            raise self._described(error, "dd.shutdown") from error.__cause__
+            raise self.monitor.describe(error, "dd.shutdown") from error.__cause__
         finally:
             for channel in filter(None, (self.channel, self._gradients)):
                 channel.close()
             for handle in self._pending.values():
                 handle.fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
-            self._cycle, self.channel.source = None, None  # else the memory of the host would wait for the collector
+            self._cycle, self.channel.source = (
+                None,
+                None,
+            )  # else a cycle keeps the shared memory until a garbage collection
 
 
 def _is_numbered(request: CollectiveRequest) -> bool:

@@ -15,6 +15,7 @@ from dualdist.backends.base import Backend
 from dualdist.backends.operation import Stages, Within
 from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests
+from dualdist.utils import accelerator
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -35,6 +36,9 @@ class Performer(Protocol):
 
     def attend(self) -> None:
         """Let a thread carry on what is pending."""
+
+    def poll(self) -> None:
+        """Move what is pending without waiting, where no thread does."""
 
     def wait_for(self, handle: Handle[Any]) -> None:
         """Wait until the handle is done."""
@@ -88,12 +92,6 @@ class Collective(Generic[T]):
         tracked = cast(Any, _Gradient).apply(results, handle.rank_args, self.backward, *self.inputs)
         return cast(T, tracked[0] if isinstance(result, torch.Tensor) else type(result)(tracked))  # type: ignore[call-arg]
 
-    def streams(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which work goes to the CUDA stream that is the current one now."""
-        if self.device is None or self.device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.current_stream(self.device))
-
 
 class _Gradient(torch.autograd.Function):
     """Connect the results of a collective to its inputs; second derivatives follow `backward`."""
@@ -139,14 +137,16 @@ class Handle(Generic[T]):
         self.timeout_s = collective.timeout_s
         self._group: Performer = collective.group
         self._collective: Collective[T] | None = collective
-        self._streams = collective.streams()
+        self._stream = accelerator.current_stream(collective.device)
         self._is_inference = torch.is_inference_mode_enabled()
         self._result: T
-        self._is_done = False
+        self.is_done = False
 
     def done(self) -> bool:
-        """Return True if wait() would return at once."""
-        return self._is_done
+        """Return True if wait() would return at once; moves what can be moved, where no thread does."""
+        if not self.is_done:
+            self._group.poll()
+        return self.is_done
 
     def failed(self) -> bool:
         """Return True if wait() would raise at once."""
@@ -155,14 +155,14 @@ class Handle(Generic[T]):
     @disable_compile
     def begin(self) -> Handle[T]:
         """Let a thread carry the collective on while the program does something else; return this handle."""
-        if not self._is_done:
+        if not self.is_done:
             self._group.attend()
         return self
 
     @disable_compile
     def wait(self) -> T:
         """Wait for the result, and return it; raise CollectiveError if the collective failed."""
-        if not self._is_done:
+        if not self.is_done:
             self._group.wait_for(self)
         if self.error is not None:
             raise self.error
@@ -186,12 +186,12 @@ class Handle(Generic[T]):
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        """Set the streams and the inference mode of the call, whichever thread performs it."""
-        with self._streams, _inference_mode(self._is_inference):
+        """Set the stream and the inference mode of the call, whichever thread performs it."""
+        with accelerator.on_stream(self._stream), _inference_mode(self._is_inference):
             yield
 
     def _in_context(self, stages: Stages[T]) -> Stages[T]:
-        """Run the stages in the streams and the mode of the call, whichever thread advances them."""
+        """Run the stages in the stream and the mode of the call, whichever thread advances them."""
         resume: Callable[[], Any] = lambda: stages.send(None)  # noqa: E731
         while True:
             with self._context():
@@ -208,13 +208,13 @@ class Handle(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """Let wait() raise this error, unless the handle is done."""
-        if not self._is_done:
+        if not self.is_done:
             self.error = error
             self._end()
 
     def _end(self) -> None:
         self._collective = None  # frees the tensors that it holds
-        self._is_done = True
+        self.is_done = True
 
 
 def _inference_mode(is_wanted: bool) -> contextlib.AbstractContextManager[Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from dualdist.errors import UsageError
-from dualdist.utils.suggest import SHOWN, format_ranks
+from dualdist.utils.suggest import SHOWN, format_ranks, ranks_by_value
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 # Between a rank's requests and an inline payload: Note [inline payload]. JSON does not contain it.
@@ -72,11 +72,15 @@ class JoinedAt:
 
 @dataclass(frozen=True)
 class RankRequests:
-    """The state of one rank: its requests, and the name of the one that blocks its program."""
+    """The state of one rank: its requests, and the name of the one that blocks its program.
+
+    `begun` counts the reductions of gradients that the program has begun, where operations begin in its order.
+    """
 
     requests: tuple[CollectiveRequest, ...] = ()
     waiting: str = ""
     joined: JoinedAt | None = None
+    begun: int = 0
 
     @property
     def summary(self) -> str:
@@ -88,15 +92,17 @@ class RankRequests:
     def dumps(self) -> bytes:
         requests = ",".join(request.encoded for request in self.requests)
         joined = None if self.joined is None else astuple(self.joined)
-        return f"[[{requests}],{ENCODE(self.waiting)},{ENCODE(joined)}]".encode()
+        begun = f",{self.begun}" if self.begun else ""
+        return f"[[{requests}],{ENCODE(self.waiting)},{ENCODE(joined)}{begun}]".encode()
 
     @staticmethod
     def loads(data: bytes) -> RankRequests:
-        requests, waiting, joined = json.loads(data.partition(PAYLOAD_MARK)[0])
+        requests, waiting, joined, *begun = json.loads(data.partition(PAYLOAD_MARK)[0])
         return RankRequests(
             tuple(CollectiveRequest(*request) for request in requests),
             waiting,
             None if joined is None else JoinedAt(*joined),
+            *begun,
         )
 
     def request(self, name: str) -> CollectiveRequest | None:
@@ -125,54 +131,52 @@ def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Resp
         rows: The state of each rank, in the order of `ranks`.
         ranks: The ranks of the group.
     """
-    active = [(rank, row) for rank, row in zip(ranks, rows, strict=True) if not row.joined]
-    if not active:
+    if all(row.joined for row in rows):
         return Response(last_joined=max((row.joined, rank) for rank, row in zip(ranks, rows, strict=True))[1])
-    joined = [rank for rank, row in zip(ranks, rows, strict=True) if row.joined]
+    active = [(rank, row) for rank, row in zip(ranks, rows, strict=True) if not row.joined]
+    active_ranks = [rank for rank, _ in active]
+    joined = [rank for rank in ranks if rank not in active_ranks]
+    points = ranks_by_value([row.begun for _, row in active], active_ranks)
     agreed: list[str] = []
     refused: list[tuple[str, str]] = []
     for request in active[0][1].requests:
-        found = [(rank, other) for rank, row in active if (other := row.request(request.name)) is not None]
+        found = [other for _, row in active if (other := row.request(request.name)) is not None]
         if len(found) < len(active):
             continue
-        reason = _find_mismatch(request, found, joined)
+        reason = _find_mismatch(found, active_ranks, joined)
+        if not reason and len(points) > 1:
+            reason = "the ranks begin it at different points of their programs: " + "; ".join(
+                f"{format_ranks(members)} after {begun} buckets of gradients" for begun, members in points.items()
+            )
         if reason:
             refused.append((request.name, reason))
         else:
             agreed.append(request.name)
-    blocking = [(rank, other) for rank, row in active if (other := row.request(row.waiting)) is not None]
-    if not agreed and not refused and len(blocking) == len(active):
-        by_request = _ranks_by_text(
-            (rank, f"{other}" + f", where {other.refusal}" * bool(other.refusal)) for rank, other in blocking
-        )
-        reason = "the ranks wait for different operations: " + "; ".join(
-            [f"{format_ranks(members)} in {text}" for text, members in by_request.items()]
-            + [f"{format_ranks(joined)} in join"] * bool(joined)
-        )
-        names = dict.fromkeys(row.waiting for _, row in active)
-        return Response(refused=tuple((name, reason) for name in names))
-    return Response(tuple(agreed), tuple(refused))
+    if agreed or refused:
+        return Response(tuple(agreed), tuple(refused))
+    blocking = [other for _, row in active if (other := row.request(row.waiting)) is not None]
+    if len(blocking) < len(active):
+        return Response()
+    texts = [f"{other}, where {other.refusal}" if other.refusal else f"{other}" for other in blocking]
+    clauses = [f"{format_ranks(some)} in {text}" for text, some in ranks_by_value(texts, active_ranks).items()]
+    if joined:
+        clauses.append(f"{format_ranks(joined)} in join")
+    reason = f"the ranks wait for different operations: {'; '.join(clauses)}"
+    return Response(refused=tuple((name, reason) for name in dict.fromkeys(row.waiting for _, row in active)))
 
 
-def _find_mismatch(
-    request: CollectiveRequest, found: Sequence[tuple[int, CollectiveRequest]], joined: Sequence[int]
-) -> str:
-    """Return why the ranks cannot perform the request together, or ""."""
-    refusals = _ranks_by_text((rank, other.refusal) for rank, other in found if other.refusal)
+def _find_mismatch(found: Sequence[CollectiveRequest], ranks: Sequence[int], joined: Sequence[int]) -> str:
+    """Return why these ranks cannot perform their requests of one name together, or ""."""
+    request = found[0]
+    refusals = ranks_by_value([other.refusal for other in found], ranks)
+    refusals.pop("", None)
     if refusals:
-        return "; ".join(f"{format_ranks(ranks)} cannot take part: {text}" for text, ranks in refusals.items())
-    if any((other.kind, other.shared_args) != (request.kind, request.shared_args) for _, other in found):
-        by_arguments = _ranks_by_text((rank, other.arguments) for rank, other in found)
+        return "; ".join(f"{format_ranks(some)} cannot take part: {text}" for text, some in refusals.items())
+    if any((other.kind, other.shared_args) != (request.kind, request.shared_args) for other in found):
+        arguments = ranks_by_value([other.arguments for other in found], ranks)
         return "the ranks passed different arguments: " + "; ".join(
-            f"{format_ranks(ranks)} {text}" for text, ranks in by_arguments.items()
+            f"{format_ranks(some)} {text}" for text, some in arguments.items()
         )
     if joined and request.kind not in WITH_JOINED:
         return f"{format_ranks(joined)} called join, and until all have, the others can only {' or '.join(WITH_JOINED)}"
     return ""
-
-
-def _ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    grouped: dict[str, list[int]] = {}
-    for rank, text in texts:
-        grouped.setdefault(text, []).append(rank)
-    return grouped

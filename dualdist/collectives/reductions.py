@@ -31,6 +31,7 @@ from dualdist.backends.arithmetic import (
 from dualdist.backends.base import Backend, filled
 from dualdist.backends.control_plane import allgather_bytes, as_bytes, exchange
 from dualdist.backends.operation import Completed, Converted, Operation, Staged, Stages
+from dualdist.backends.staging import Staging
 
 
 def allreduce_(
@@ -41,14 +42,22 @@ def allreduce_(
     *,
     source: torch.Tensor | None = None,
     is_ordered: bool = False,
+    ready: torch.Event | None = None,
 ) -> Operation[torch.Tensor]:
     """Begin to reduce a contiguous buffer of any dtype in place, or another tensor into it; every rank calls this.
+
+    `ready`: when an accelerator has the buffer's values; by default, when it has done what its current stream has now.
 
     A "mean" of floats or complex numbers is the sum, divided once: by the transport if it does so as fast as it adds.
     """
     dtype, size = buffer.dtype, backend.size
     if size == 1:
         return Completed(filled(buffer, source))
+    if isinstance(backend, Staging) and buffer.device.type != "cpu":  # all of it on the host, as without an accelerator
+        given, inner = buffer if source is None else source, backend.inner
+        return backend.through_host(
+            given, lambda host: allreduce_(inner, host, op, name, is_ordered=is_ordered), buffer, ready
+        )
     if is_ordered and dtype.is_floating_point and op in ("sum", "mean", "product"):
         return _ordered_allreduce_(backend, filled(buffer, source), op, name)
     can_reduce = dtype in backend.supported_reduce_dtypes and not (dtype.is_floating_point and op in ("min", "max"))

@@ -3,7 +3,7 @@
 And tensors in nested dicts, lists and tuples, such as a state_dict(): find, extract and reinsert them.
 
 Note [checked before sent]: check_tensor() alone decides which tensors can be sent, for every public function, before
-this rank sends anything. What it refuses on one rank is an error on every rank (refuse() in collectives.py), and the
+this rank sends anything. What it refuses on one rank is an error on every rank (refusals.py), and the
 ranks remain in step.
 """
 
@@ -24,8 +24,8 @@ from dualdist.utils.suggest import type_name
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 NO_DISPATCH = torch.Tensor.__torch_dispatch__
-WAIT = "trigger_wait"  # of an AsyncCollectiveTensor, which stands for the result of a functional collective
-NAME = "_dualdist_name"  # an attribute: torch cannot swap a tensor to which weak references are
+WAIT = "trigger_wait"  # a method of AsyncCollectiveTensor, which stands for the result of a functional collective
+NAME = "_dualdist_name"  # an attribute, since torch cannot swap a tensor that is weakly referenced
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
     """Return True unless each dimension's stride steps over all elements of those with smaller strides."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
-    end = 0  # of the last element, counted from the first
+    end = 0  # the place of the last element so far, counted from the first
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= end:
@@ -197,17 +197,9 @@ def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Stands for a tensor, by its index, in a structure that is sent without its tensors."""
+    """Stands for a dense tensor, by its index, in a structure that is sent without those."""
 
     index: int
-
-
-@dataclass(frozen=True)
-class SparseSlot:
-    """Stands for a sparse tensor: a function makes it from arguments that hold TensorSlots."""
-
-    rebuild: Callable[..., torch.Tensor]
-    args: Any
 
 
 def find_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -220,13 +212,15 @@ def find_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
 
 
 def extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Append the structure's tensors to the list, shared ones once, and return it with TensorSlots instead."""
+    """Append the structure's dense tensors to the list, shared ones once, and return it with TensorSlots instead.
+
+    Sparse tensors stay in it, in host memory: it is pickled with them.
+    """
     slots: dict[object, TensorSlot] = {}
 
-    def extract(tensor: torch.Tensor) -> TensorSlot | SparseSlot:
+    def extract(tensor: torch.Tensor) -> TensorSlot | torch.Tensor:
         if tensor.layout is not torch.strided:
-            rebuild, args, *_ = tensor.detach().__reduce_ex__(2)  # as in a pickle
-            return SparseSlot(rebuild, map_nested(args, torch.Tensor, extract))
+            return tensor.detach().cpu()
         key = storage_key(tensor)
         if key not in slots:
             slots[key] = TensorSlot(len(tensors))
@@ -248,13 +242,7 @@ def storage_key(tensor: torch.Tensor) -> object:
 
 def insert_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the structure with its slots replaced by the tensors."""
-
-    def insert(slot: TensorSlot | SparseSlot) -> torch.Tensor:
-        if isinstance(slot, TensorSlot):
-            return tensors[slot.index]
-        return slot.rebuild(*map_nested(slot.args, TensorSlot, insert))
-
-    return map_nested(value, (TensorSlot, SparseSlot), insert)
+    return map_nested(value, TensorSlot, lambda slot: tensors[slot.index])
 
 
 def map_nested(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:

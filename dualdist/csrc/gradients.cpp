@@ -2,7 +2,7 @@
 //
 // A post hook of each parameter's AccumulateGrad node, which runs after all hooks of the parameter, copies the gradient to
 // its place in a bucket and counts it. Python is called once per backward (Reducer.begin_backward), and once per full
-// bucket (Reducer.on_bucket_ready); nothing runs in Python per parameter. dualdist/ddp/gradient_packer.py is the same in
+// bucket (Reducer.on_bucket_ready); nothing runs in Python per parameter. dualdist/ddp/packer.py is the same in
 // Python.
 //
 // Note [locks]: autograd runs the nodes of each device in a thread of its own, without the GIL. Nothing waits for a

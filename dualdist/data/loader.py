@@ -15,14 +15,17 @@ from torch.utils.data._utils import worker as torch_worker  # private to torch: 
 from dualdist.data import random_state
 from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
+from dualdist.data.worker_signals import block_signals, exit_with_parent, unhandled_signals
 from dualdist.errors import UsageError
-from dualdist.monitoring import preemption
 from dualdist.utils.suggest import type_name
 
 # Arguments of DataLoader that the sampler replaces, or that would break its count, with the reason.
 REFUSED_OPTIONS = {
     "shuffle": "pass it to dd.Sampler",
-    "batch_sampler": "the sampler could not record the ranks' progress; pass sampler=dd.Sampler(...) and batch_size",
+    "batch_sampler": (
+        "the sampler could not record the ranks' progress; pass sampler=dd.Sampler(...) and batch_size, or make each "
+        'batch one sample of a data set, as the page "Data and samplers" of the manual shows'
+    ),
     "generator": "the seed of dd.Sampler is used",
     "in_order": "the sampler could not record which batches the program got",
 }
@@ -42,8 +45,8 @@ def loader(
     others: see dd.Sampler.
 
     A batch counts as done once the program gets it, however many more the workers have prefetched: save checkpoints
-    after the step. Workers draw the augmentation of a batch from the sampler's seed, the epoch and the batch, so that a
-    run resumed in the middle of an epoch sees the same data with any number of workers. Iterating does not use the
+    after the step. Workers draw the augmentation of a batch from the sampler's seed, the epoch and the batch. So a run
+    that is resumed in the middle of an epoch sees the same data with any number of workers. Iterating does not use the
     program's own random generators.
 
     An IterableDataset yields all samples of an epoch in every process, and each rank and worker selects its own. It
@@ -99,7 +102,7 @@ class _Loader(DataLoader[Any]):
         if isinstance(dataset, IterableDataset):
             dataset = _ShardedStream(dataset, sampler, self._position, batch_size or 1)
         else:
-            options = {**options, "sampler": sampler}
+            options = {**options, "sampler": sampler if batch_size else _LazyIndices(sampler)}
             if options.get("num_workers"):
                 dataset = _SeededDataset(dataset, sampler.seed, self._position)
         super().__init__(dataset, batch_size, drop_last=drop_last, generator=torch.Generator(), **options)
@@ -121,10 +124,10 @@ class _Loader(DataLoader[Any]):
             resource_tracker.ensure_running()  # if torch starts it, it unblocks the signals
         if method == "forkserver":
             forkserver.ensure_running()  # shared with the program; its workers ignore signals slightly later
-        signals, worker_init_fn = preemption.unhandled_signals(), self.worker_init_fn
+        signals, worker_init_fn = unhandled_signals(), self.worker_init_fn
         self.worker_init_fn = functools.partial(_init_worker, signals, worker_init_fn)
         try:
-            with preemption.block_signals(signals):
+            with block_signals(signals):
                 return super().__iter__()
         finally:
             self.worker_init_fn = worker_init_fn
@@ -134,7 +137,7 @@ def _init_worker(
     ignored: tuple[signal.Signals, ...], worker_init_fn: Callable[[int], None] | None, number: int
 ) -> None:
     """Make a worker ignore stop signals, which launchers send to it as well as to its rank."""
-    preemption.exit_with_parent(ignored)
+    exit_with_parent(ignored)
     if worker_init_fn is not None:
         worker_init_fn(number)
 
@@ -174,6 +177,19 @@ class _RecordedBatches(Iterator[Any]):
             self._sampler.drop_rest()
 
 
+class _LazyIndices:
+    """Begin the sampler's iteration with its first index: without batch_size torch calls iter() twice for workers."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
 class _SeededDataset(Dataset[Any]):
     """Seed the generators of a worker by epoch and batch."""
 
@@ -183,11 +199,11 @@ class _SeededDataset(Dataset[Any]):
         self._position = position
 
     def __getitem__(self, index: int) -> Any:
-        self._seed_generators(index)
+        self._seed_generators([index])
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        self._seed_generators(indices[0])
+        self._seed_generators(indices)
         get_batch = getattr(self.dataset, "__getitems__", None)
         return get_batch(indices) if get_batch else [self.dataset[index] for index in indices]
 
@@ -200,8 +216,9 @@ class _SeededDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def _seed_generators(self, index: int) -> None:
-        random_state.seed_generators(random_state.derive_seed(self._seed, self._position[0].item(), index))
+    def _seed_generators(self, indices: list[int]) -> None:
+        """Seed by all indices: with weights the same sample may begin several batches."""
+        random_state.seed_generators(random_state.derive_seed(self._seed, self._position[0].item(), indices))
 
 
 class _ShardedStream(IterableDataset[Any]):
@@ -229,7 +246,7 @@ class _ShardedStream(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
         state = random_state.make_random_state(random_state.derive_seed(self._sampler.seed, epoch))
         remainder = self._sampler.remainder
-        first: list[Any] = []  # of the epoch, for padding
+        first: list[Any] = []  # the epoch's first samples, for padding
         with _isolated(state):
             samples = iter(self.dataset)
             if remainder == "pad":

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualdist.utils import accelerator
+
 RandomState = dict[str, Any]  # numbers, strings and tensors, which torch loads with weights_only=True
 
 
 def get_random_state(device: torch.device | None = None) -> RandomState:
-    """Return the current states; with a CUDA device, including its generator's."""
+    """Return the current states; with an accelerator, including that of its generator, by the device's type."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.default_generator.get_state(),
         "python": random.getstate(),
         "numpy": (kind, np.asarray(keys).tolist(), *rest),
     }
-    if device is not None and device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    return state | accelerator.random_state(device)
 
 
 def set_random_state(state: RandomState, device: torch.device | None = None) -> None:
@@ -30,8 +30,7 @@ def set_random_state(state: RandomState, device: torch.device | None = None) -> 
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    if "cuda" in state and device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    accelerator.set_random_state(state, device)
 
 
 def seed_generators(number: int, device: torch.device | None = None) -> None:
@@ -40,9 +39,7 @@ def seed_generators(number: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
-    if device is not None and device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(number)
+    accelerator.seed(number, device)
 
 
 def make_random_state(number: int) -> RandomState:

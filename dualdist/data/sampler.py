@@ -11,7 +11,7 @@ steps, while the others still reduce gradients. A new session, which may have ot
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 from weakref import WeakSet
@@ -27,7 +27,9 @@ from dualdist.utils.suggest import format_by_rank, type_name
 
 Remainder = Literal["drop", "pad", "uneven"]
 SHOWN_INDICES = 3
-LISTED_INDICES = 1 << 16  # that are numbers of Python at a time
+MAX_WEIGHTS = 1 << 24  # of torch.multinomial
+NO_WEIGHTS = "none"
+LISTED_INDICES = 1 << 16  # how many indices are converted to Python's numbers at a time
 COMPARED = "compared samplers"  # key in a session's extras: the samplers whose epoch is known to be every rank's
 
 
@@ -56,7 +58,10 @@ class EpochShare:
         return each + extra
 
     def position(self, done: int) -> int:
-        """Return the samples done by all ranks when each has done `done` of its share; all of them after its last."""
+        """Return how many samples all ranks have done when each has done `done` of its share.
+
+        After this rank's last sample that is the whole epoch.
+        """
         if self.end is not None and 0 < done == len(self):
             return self.end  # shares may differ in length
         position = self.start + done * self.size
@@ -92,6 +97,9 @@ class Sampler(torch.utils.data.Sampler[int]):
             batch: call dd.join() after the loop.
         shuffle: permute each epoch, by `seed` + epoch.
         seed: the same on every rank.
+        weights: draw as many samples as the data set has, with replacement, each with a probability proportional to its
+            weight. The samples of an epoch are those of torch.utils.data.WeightedRandomSampler(weights, len(dataset))
+            with a generator seeded by `seed` + epoch.
 
     Note:
         dd.elastic.State skips the commit after a batch that not every rank has, and therefore accepts no "uneven"
@@ -116,6 +124,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         remainder: Remainder,
         shuffle: bool = True,
         seed: int = 0,
+        weights: Sequence[float] | torch.Tensor | None = None,
     ) -> None:
         if remainder not in get_args(Remainder):
             raise UsageError(f"remainder={remainder!r}: expected one of {', '.join(map(repr, get_args(Remainder)))}")
@@ -126,13 +135,20 @@ class Sampler(torch.utils.data.Sampler[int]):
         if isinstance(dataset, torch.utils.data.Sampler | DataLoader):
             raise UsageError(
                 f"dd.Sampler divides a data set, not {type_name(dataset)}, whose choice of samples would be lost: pass "
-                "the data set, or a torch.utils.data.Subset of the samples to draw, the same on every rank"
+                "the data set, and weights=... to draw by weight; or a torch.utils.data.Subset of the samples to draw, "
+                "the same on every rank"
             )
         self.count = _length(dataset)
         self._subset = _describe_subset(dataset)
         self.remainder: Remainder = remainder
         self.shuffle = shuffle
         (self.seed,) = as_ints([seed], "seed")
+        if weights is not None and not shuffle:
+            raise UsageError("weights draw samples at random: leave out shuffle=False; iterable data sets take none")
+        self._weights = None if weights is None else _check_weights(weights, self.count)
+        self._described_weights = NO_WEIGHTS
+        if self._weights is not None:
+            self._described_weights = f"SHA-256 {hashlib.sha256(self._weights.numpy().tobytes()).hexdigest()[:8]}"
         self.iteration = 0  # the number of the current iteration; earlier ones are over
         self._exhausted = 0  # the last iteration of which all indices were drawn
         self._unrecorded = 0  # consecutive iterations of which no sample was recorded
@@ -259,6 +275,7 @@ class Sampler(torch.utils.data.Sampler[int]):
     def find_mismatch(self, state: Mapping[str, Any]) -> str:
         """Describe why the state does not fit this sampler, or return an empty string."""
         terms = self._order_terms()
+        state = {"weights": NO_WEIGHTS, **state}  # earlier versions knew no weights
         expected = {"epoch": int, "position": int, **{name: type(value) for name, value in terms.items()}}
         missing = [name for name in expected if name not in state]
         if missing:
@@ -278,9 +295,10 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._exhausted = iteration
 
     def _require_recorded(self) -> None:
-        """Raise UsageError if the rest of an epoch was drawn twice without record(): it is less than a loader's batch.
+        """Raise UsageError if the rest of an epoch was drawn twice without record().
 
-        Once may be a look at the first batch, as workers prefetch all indices.
+        Then that rest is less than the batch of a loader with drop_last=True. A program that looks at one batch draws
+        the rest once without record(), since workers prefetch all indices.
         """
         was_unrecorded = (
             self._exhausted == self.iteration and not self._done and self.share.start > 0 and bool(self.remaining)
@@ -308,6 +326,7 @@ class Sampler(torch.utils.data.Sampler[int]):
             "remainder": self.remainder,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "weights": self._described_weights,
             "epoch": self._epoch,
             "position": self.position,
             "batch_size": batch_size,
@@ -324,23 +343,26 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._compared.add(self)
 
     def _order_terms(self) -> dict[str, Any]:
-        return {"count": self.count, "shuffle": self.shuffle, "seed": self.seed}
+        return {"count": self.count, "shuffle": self.shuffle, "seed": self.seed, "weights": self._described_weights}
 
     def _order(self) -> torch.Tensor:
         assert self.count is not None, "an IterableDataset has its own order"
-        dtype = torch.int32 if self.count <= torch.iinfo(torch.int32).max else torch.int64  # the same numbers
+        # randperm() draws the same numbers in either dtype; int32 takes half the memory.
+        dtype = torch.int32 if self.count <= torch.iinfo(torch.int32).max else torch.int64
         if not self.shuffle:
             return torch.arange(self.count, dtype=dtype, device="cpu")
         generator = torch.Generator().manual_seed(self.seed + self._epoch)  # as torch's DistributedSampler
+        if self._weights is not None:
+            return torch.multinomial(self._weights, self.count, replacement=True, generator=generator)
         return torch.randperm(self.count, generator=generator, dtype=dtype, device="cpu")
 
     def _seek(self, epoch: int, position: int) -> None:
         """Split the samples from this position on among the current ranks."""
         self.iteration += 1
         self._epoch = epoch
-        self.share = self._share_from(position)  # of the current iteration
-        self._done = 0  # of the share
-        self._done_before = 0  # before the last record()
+        self.share = self._share_from(position)
+        self._done = 0  # how many samples of the share are recorded
+        self._done_before = 0  # how many were before the last record()
         self._is_iterating = self._is_begun = self._is_rest_dropped = self._drops_last = False
         self._is_counted = True
 
@@ -363,8 +385,23 @@ def _length(dataset: Sized | IterableDataset[Any]) -> int | None:
         raise UsageError(f"a sampler needs a data set with a length, not {type_name(dataset)}") from error
 
 
+def _check_weights(weights: Sequence[float] | torch.Tensor, count: int | None) -> torch.Tensor:
+    """Return the weights in float64, in which torch's WeightedRandomSampler draws."""
+    try:
+        checked = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"weights: expected a number for each sample, not {type_name(weights)} ({error})") from error
+    if checked.shape != (count,):
+        raise UsageError(f"weights of shape {tuple(checked.shape)}: expected one for each of the {count} samples")
+    if not (checked.isfinite().all() and (checked >= 0).all() and checked.sum() > 0):
+        raise UsageError("weights: expected finite numbers, none below 0 and at least one above")
+    if len(checked) > MAX_WEIGHTS:
+        raise UsageError(f"weights of {count} samples: torch.multinomial draws from {MAX_WEIGHTS} at most")
+    return checked
+
+
 def _describe_subset(dataset: object) -> str:
-    """Return which samples a Subset holds, as text that is short and differs where they do; "" for the whole."""
+    """Describe a Subset by a short text that differs where the samples do; "" for any other data set."""
     described, digest = "", hashlib.sha256()
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices

@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dualdist.collectives.collectives import allreduce
-from dualdist.ddp.bucket_plan import BUCKET_FLAGS, BucketPlan, ReducerConfig
-from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.bucket import Bucket, BucketStrategy
 from dualdist.ddp.compression import ErrorFeedback
+from dualdist.ddp.config import ReducerConfig
+from dualdist.ddp.layout import BUCKET_FLAGS, BucketLayout
+from dualdist.ddp.reducer import Reducer
+from dualdist.engine.channel import Channel
 
-if TYPE_CHECKING:
-    from dualdist.ddp.reducer import Reducer
-    from dualdist.ddp.step_checks import StepChecks
-    from dualdist.engine.channel import Channel
+
+class AdasumStrategy(BucketStrategy):
+    """Send flags instead of gradients in backward()."""
+
+    sends_gradients = False
+
+    def make_bucket(self, layout: BucketLayout, channel: Channel, dense: set[int]) -> Bucket:
+        return AdasumBucket(layout, channel, dense)
 
 
 class AdasumBucket(Bucket):
     """A bucket of two flags for each gradient instead of its values: it exists, and it is not finite."""
 
-    def __init__(self, plan: BucketPlan, config: ReducerConfig, channel: Channel, dense: set[int]) -> None:
-        super().__init__(plan, ReducerConfig("sum"), channel, dense)
+    def __init__(self, layout: BucketLayout, channel: Channel, dense: set[int]) -> None:
+        super().__init__(layout, ReducerConfig("sum"), channel, dense)
 
     def assign_special_grads(self, params: Sequence[torch.Tensor | None], *, as_views: bool) -> list[tuple[int, bool]]:
         """Set a gradient that is not finite on some rank to NaN."""
@@ -43,7 +49,7 @@ class AdasumBucket(Bucket):
 
     def reduced_values(self) -> torch.Tensor:
         """Return infinity for each gradient that is not finite on some rank, else 0."""
-        is_nonfinite = self.tail[len(self.plan.shapes) : -len(BUCKET_FLAGS)] > 0
+        is_nonfinite = self.tail[len(self.layout.shapes) : -len(BUCKET_FLAGS)] > 0
         return torch.where(is_nonfinite, math.inf, 0.0)
 
     def nonfinite_members(self) -> list[int]:
@@ -54,7 +60,7 @@ class AdasumBucket(Bucket):
 
     def _flags(self, grads: Sequence[torch.Tensor | None] | None, flag: int) -> torch.Tensor:
         assert grads is not None, "no member has a place in the bucket"
-        flags = torch.zeros(2 * len(grads) + len(BUCKET_FLAGS), dtype=torch.float32, device=self.plan.device)
+        flags = torch.zeros(2 * len(grads) + len(BUCKET_FLAGS), dtype=torch.float32, device=self.layout.device)
         flags[flag] = 1.0
         values = {n: grad._values() if grad.is_sparse else grad for n, grad in enumerate(grads) if grad is not None}
         numbers = [number for number, value in values.items() if value.numel()]
@@ -65,37 +71,27 @@ class AdasumBucket(Bucket):
         return flags
 
 
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the closure among the arguments of a step hook, of which the first is the optimizer."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
-
-
 class DeltaSteps:
-    """The hooks before and after an optimizer's step that combine the ranks' steps by Adasum."""
+    """Combines the ranks' steps by Adasum: saves the parameters before a step, and reduces the differences after it."""
 
-    def __init__(self, reducer: Reducer, checks: StepChecks | None) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
-        self._checks = checks
         # A step that calls that of its base class runs the hooks twice: the outer step combines what is combined
         # already, which changes nothing, for the Adasum of equal steps is that step.
         self._start_values: list[list[torch.Tensor]] = []
 
-    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Save the parameters' values; with a closure suspend the reducer, as each rank runs its own backwards."""
-        if closure_of(args, kwargs) is None:
-            self._reducer.synchronize()
-            if self._checks is not None:
-                self._checks.before_step(optimizer)
-        else:
+        if has_closure:
             self._reducer.update()
             self._reducer.packer.is_suspended = True
         del self._start_values[: -len(type(optimizer).__mro__)]  # of steps that raised
-        self._start_values.append([param.detach().clone() for param in self._reducer.params])
+        self._start_values.append([param.detach().clone() for param in self._reducer.registry.all_params])
 
     @torch.no_grad()
-    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after_step(self) -> None:
         """Replace this rank's step by the Adasum of all ranks' steps."""
-        start, all_params = self._start_values.pop(), self._reducer.params
+        start, all_params = self._start_values.pop(), self._reducer.registry.all_params
         for device_index, device in enumerate(dict.fromkeys(tensor.device for tensor in start)):
             numbers = [n for n, tensor in enumerate(start) if tensor.device == device]
             before, params = [start[n] for n in numbers], [all_params[n].detach() for n in numbers]
@@ -104,7 +100,6 @@ class DeltaSteps:
             torch._foreach_add_(before, delta)
             torch._foreach_copy_(params, before)
         self._reducer.packer.is_suspended = False
-        self._reducer.finish_step()
 
     def _combine(self, deltas: Sequence[torch.Tensor], device_index: int) -> list[torch.Tensor]:
         group, name = self._reducer.group, f"{self._reducer.name}.step.{device_index}"

@@ -80,9 +80,9 @@ class TopK(ErrorFeedback):
 class Compression:
     """Compression of gradients with error feedback, for `compression=` of wrap_optimizer().
 
-    A rank sends a part of each gradient, and adds what it has not sent, the residual, to its next one. save_checkpoint
-    saves the residuals of all ranks; on another number of ranks, load_checkpoint divides what was not sent among them.
-    Residuals are in the optimizer's wrapper: wrap it before load_checkpoint.
+    A rank sends a part of each gradient, and adds the residual, which it has not sent, to its next gradient.
+    save_checkpoint() saves the residuals of all ranks. On another number of ranks, load_checkpoint() divides them among
+    the ranks. Residuals are in the optimizer's wrapper: wrap the optimizer before load_checkpoint().
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=0.1)
@@ -93,8 +93,8 @@ class Compression:
     def powersgd(rank: int = 1, *, warmup_steps: int = 0) -> PowerSGD:
         """Return low-rank compression (PowerSGD, Vogels et al., NeurIPS 2019), with the last factors as a start.
 
-        A gradient of shape (n, ...) is taken as a matrix of n rows and m columns, and sent as (n + m) * rank elements;
-        vectors, and matrices that have no more elements than that, are sent as they are.
+        A gradient of shape (n, ...) is taken as a matrix of n rows and m columns, and sent as (n + m) * rank elements.
+        Vectors, and matrices that have no more elements than that, are sent whole.
 
         Args:
             rank: the rank of the matrices that are sent, 1 or more.

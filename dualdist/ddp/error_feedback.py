@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,32 +27,40 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import as_bytes
 from dualdist.backends.operation import Stages
 from dualdist.collectives.reductions import allreduce_
-from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig
-from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.bucket import Bucket, BucketStrategy
 from dualdist.ddp.compression import ErrorFeedback, PowerSGD, TopK
-from dualdist.ddp.step_checks import nonfinite_kinds
+from dualdist.ddp.config import ReducerConfig
+from dualdist.ddp.layout import BucketLayout
+from dualdist.ddp.nonfinite import nonfinite_kinds
 from dualdist.engine.channel import Channel, Work
 from dualdist.errors import UnsupportedError
 
 POSITION = torch.int32  # of an element, in top-k
 
 
-@dataclass
-class FeedbackState:
-    """State of an optimizer's reducer between reductions, by the number of the parameter."""
+class FeedbackStrategy(BucketStrategy):
+    """Send a part of each gradient; with the state of an optimizer's reducer, by the number of the parameter."""
 
-    compression: ErrorFeedback
-    reductions: int = 0
-    residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # what this rank has not sent yet
-    factors: dict[int, torch.Tensor] = field(default_factory=dict)  # PowerSGD's last Q, the same on every rank
+    has_state = True
+
+    def __init__(self, config: ReducerConfig) -> None:
+        super().__init__(config)
+        assert isinstance(config.compressor, ErrorFeedback)
+        self.compression = config.compressor
+        self._reductions = 0
+        self.residuals: dict[int, torch.Tensor] = {}  # what this rank has not sent yet
+        self.factors: dict[int, torch.Tensor] = {}  # PowerSGD's last Q, the same on every rank
+
+    def make_bucket(self, layout: BucketLayout, channel: Channel, dense: set[int]) -> Bucket:
+        return FeedbackBucket(layout, self, channel, dense)
 
     @property
     def is_warming_up(self) -> bool:
-        return self.reductions < self.compression.warmup_steps
+        return self._reductions < self.compression.warmup_steps
 
     def commit(self, buckets: Sequence[Bucket]) -> None:
         """Store the residuals of a reduction that the program gets: Note [error feedback]."""
-        self.reductions += 1
+        self._reductions += 1
         if not any(nonfinite_kinds(bucket.reduced_values()) for bucket in buckets):
             for bucket in buckets:
                 if isinstance(bucket, FeedbackBucket):
@@ -60,15 +68,14 @@ class FeedbackState:
 
     def agree(self, channel: Channel, name: str) -> None:
         """Adopt the largest number of reductions of any rank; every rank calls this."""
-        found = torch.tensor([self.reductions], dtype=torch.int32, device="cpu")
+        found = torch.tensor([self._reductions], dtype=torch.int32, device="cpu")
         channel.run(name, lambda backend: backend.allreduce_(found, "max", name))
-        self.reductions = int(found)
+        self._reductions = int(found)
 
     def export(self, numbers: Sequence[int | None]) -> dict[str, Any]:
-        """Return the state by position among these parameters; it shares memory."""
         known = [(position, number) for position, number in enumerate(numbers) if number is not None]
         return {
-            "reductions": self.reductions,
+            "reductions": self._reductions,
             "residuals": {position: self.residuals[n] for position, n in known if n in self.residuals},
             "factors": {position: self.factors[n] for position, n in known if n in self.factors},
         }
@@ -76,11 +83,10 @@ class FeedbackState:
     def load(
         self, state: Mapping[str, Any] | None, params: Sequence[torch.Tensor], numbers: Sequence[int | None]
     ) -> None:
-        """Replace the state by what export() returned; None for a state without residuals."""
-        self.reductions, self.residuals, self.factors = 0, {}, {}
+        self._reductions, self.residuals, self.factors = 0, {}, {}
         if state is None:
             return
-        self.reductions = state["reductions"]
+        self._reductions = state["reductions"]
         for own, found in ((self.residuals, state["residuals"]), (self.factors, state["factors"])):
             for position, value in found.items():
                 if (number := numbers[position]) is not None:
@@ -108,16 +114,14 @@ class FeedbackBucket(Bucket):
 
     may_scale = False  # what is left of other steps is added to the values
 
-    def __init__(
-        self, plan: BucketPlan, config: ReducerConfig, channel: Channel, dense: set[int], state: FeedbackState
-    ) -> None:
-        super().__init__(plan, replace(config, compressor=None), channel, dense)
+    def __init__(self, layout: BucketLayout, state: FeedbackStrategy, channel: Channel, dense: set[int]) -> None:
+        super().__init__(layout, replace(state.config, compressor=None), channel, dense)
         self._compression = state.compression
         self._state = state
-        self._wide = WIDER.get(plan.dtype, plan.dtype)  # in which parts are sent
+        self._wide = WIDER.get(layout.dtype, layout.dtype)  # in which parts are sent
         # By member, if a part of it is sent: its rows and columns as a matrix.
-        self._matrices = {member: _matrix_shape(plan.shapes[member]) for member in self._choose_members()}
-        self._counts = [plan.shapes[member].numel() for member in self._matrices]
+        self._matrices = {member: _matrix_shape(layout.shapes[member]) for member in self._choose_members()}
+        self._counts = [layout.shapes[member].numel() for member in self._matrices]
         self._is_active = False  # in the present reduction
         self._inputs: dict[int, torch.Tensor] = {}  # by member: the gradient and the residual
         self._factors: dict[int, torch.Tensor] = {}  # by member: PowerSGD's Q
@@ -126,7 +130,7 @@ class FeedbackBucket(Bucket):
 
     def _choose_members(self) -> list[int]:
         """Return the members of which a part is smaller than the whole; the same on every rank."""
-        shapes, item = self.plan.shapes, self._wide.itemsize
+        shapes, item = self.layout.shapes, self._wide.itemsize
         if isinstance(self._compression, PowerSGD):
             rank, matrices = self._compression.rank, [_matrix_shape(shape) for shape in shapes]
             return [member for member, (n, m) in enumerate(matrices) if (n + m) * rank < n * m]
@@ -137,11 +141,11 @@ class FeedbackBucket(Bucket):
         return [member for member, (count, k) in enumerate(counts) if k * (item + POSITION.itemsize) < count * item]
 
     def _start_allreduce(self, name: str) -> Work[torch.Tensor]:
-        self._is_active = not self._state.is_warming_up and self.plan.dtype.is_floating_point
+        self._is_active = not self._state.is_warming_up and self.layout.dtype.is_floating_point
         self._inputs, self._factors, self._approximations = {}, {}, {}
         if not self._is_active:
             return super()._start_allreduce(name)
-        for member, (number, view) in enumerate(zip(self.plan.numbers, self.views, strict=True)):
+        for member, (number, view) in enumerate(zip(self.layout.numbers, self.views, strict=True)):
             assert view is not None, "members_to_unbucket() lets none out"
             value = view.to(self._wide, copy=True, memory_format=torch.contiguous_format)
             residual = self._state.residuals.get(number)
@@ -174,7 +178,7 @@ class FeedbackBucket(Bucket):
             return
         assert self._result is not None, "call wait() first"
         whole = [member for member in self._inputs if member not in self._matrices]
-        counts = [self.plan.shapes[member].numel() for member in whole]
+        counts = [self.layout.shapes[member].numel() for member in whole]
         _, *sums, tail = self._result.split(
             [self._result.numel() - sum(counts) - self.tail.numel(), *counts, self.tail.numel()]
         )
@@ -194,7 +198,7 @@ class FeedbackBucket(Bucket):
         view = self.views[member]
         assert view is not None
         mean = divide_(total, self._channel.size) if self.config.op == "mean" else total
-        view.copy_(mean.view(self.plan.shapes[member]))
+        view.copy_(mean.view(self.layout.shapes[member]))
 
     def members_to_unbucket(self, flags: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
         if any(sparse for _, sparse in flags) and not self.config.sparse_as_dense:
@@ -208,7 +212,7 @@ class FeedbackBucket(Bucket):
         """Store what this rank has not sent, of the members that some rank used."""
         flags = [] if self._sent_all_dense else self.read_flags()
         for member, rest in self._inputs.items():
-            number = self.plan.numbers[member]
+            number = self.layout.numbers[member]
             if flags and not any(flags[member]):
                 continue
             if member in self._matrices:
@@ -227,12 +231,12 @@ class FeedbackBucket(Bucket):
     def _last_q(self, member: int) -> torch.Tensor:
         """Return the Q of the last reduction, or a random one, the same on every rank and in every run."""
         assert isinstance(self._compression, PowerSGD)
-        number, shape = self.plan.numbers[member], (self._matrices[member][1], self._compression.rank)
+        number, shape = self.layout.numbers[member], (self._matrices[member][1], self._compression.rank)
         known = self._state.factors.get(number)
         if known is not None and known.shape == shape:
             return known
         random = torch.Generator().manual_seed(number)
-        return torch.randn(*shape, generator=random, dtype=self._wide, device="cpu").to(self.plan.device)
+        return torch.randn(*shape, generator=random, dtype=self._wide, device="cpu").to(self.layout.device)
 
     def _approximate(self, backend: Backend, rank: int, total: torch.Tensor) -> Stages[None]:
         """Find P and Q of the matrices by one more allreduce, and leave what was not sent in the inputs."""
@@ -255,7 +259,7 @@ class FeedbackBucket(Bucket):
         positions, values = [], []
         for member, start in zip(self._matrices, accumulate(self._counts, initial=0), strict=False):
             flat = self._inputs[member].view(-1)
-            chosen = flat.abs().topk(_num_elements(self.plan.shapes[member], ratio), sorted=False).indices
+            chosen = flat.abs().topk(_num_elements(self.layout.shapes[member], ratio), sorted=False).indices
             positions.append(chosen.to(POSITION) + start)
             values.append(flat[chosen])
             flat[chosen] = 0
@@ -263,7 +267,7 @@ class FeedbackBucket(Bucket):
 
     def _add_elements(self) -> None:
         """Assign the sums of the elements, in the order of ranks, which is the same on every backend."""
-        total = torch.zeros(sum(self._counts), dtype=self._wide, device=self.plan.device)
+        total = torch.zeros(sum(self._counts), dtype=self._wide, device=self.layout.device)
         for row in self._gathered.view(self._channel.size, -1):
             num = len(row) // (POSITION.itemsize + self._wide.itemsize)
             positions, values = row.split([num * POSITION.itemsize, num * self._wide.itemsize])

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
-
-import torch
 
 from dualdist.collectives.collectives import zero_contribution
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import rank_args_of
 from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_response
-from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
-from dualdist.ddp.buckets import Bucket
-from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
+from dualdist.ddp.bucket import Bucket
+from dualdist.ddp.layout import CONTRIBUTES, DISCARDS, HAS_JOINED
+from dualdist.ddp.reduction_plan import DueFlags, ReductionPlan, active_plans
+from dualdist.errors import UnsupportedError
 from dualdist.utils.deadline import Deadline
-
-if TYPE_CHECKING:
-    from dualdist.engine.channel import Work
 
 POLL_S = 0.0005
 # A joined rank waits for as long as the others go on.
@@ -31,12 +26,12 @@ class JoinedRank:
     joined. It is the exchange of due reducers, or the first bucket if the group has one reducer only.
     """
 
-    _first: Bucket | Work[torch.Tensor]
+    _first: Bucket | DueFlags
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._plans: list[ReductionPlan] = group.reducers
-        self._is_over = len(active_plans(group)) < 2 and not any(plan.buckets for plan in active_plans(group))
+        self._is_over = len(active_plans(group)) < 2 and not any(plan.layouts for plan in active_plans(group))
         for plan in self._plans:
             reducer = plan.reducer()
             if reducer is not None:
@@ -49,16 +44,17 @@ class JoinedRank:
 
     def run_reduction(self) -> None:
         """Take part in the reduction that has begun; wait for its first message if necessary."""
-        self._first.wait()
         if isinstance(self._first, Bucket):
+            self._first.wait()
             self._is_over = not (self._first.any_rank_set(CONTRIBUTES) or self._first.any_rank_set(DISCARDS))
             if not self._is_over:
                 self._reduce(active_plans(self._group)[0], self._first)
         else:
-            self._is_over = not self._flags[-1]
-            for plan, is_due in zip(self._plans, self._flags, strict=False):
-                if is_due and plan.buckets:
-                    self._reduce(plan, self._launch(plan, 0))
+            due = self._first.wait()
+            self._is_over = self._first.have_all_joined
+            for number in due:
+                if self._plans[number].layouts:
+                    self._reduce(self._plans[number], self._launch(self._plans[number], 0))
         self._launch_first_message()
 
     def finish(self) -> None:
@@ -73,11 +69,10 @@ class JoinedRank:
         if len(plans) == 1:
             self._first = self._launch(plans[0], 0)
         else:
-            self._flags = torch.zeros(len(self._plans) + 1, dtype=torch.int32, device="cpu")
-            self._first = allreduce_due_flags(self._group, self._flags)
+            self._first = DueFlags(self._group, has_joined=True)
 
     def _reduce(self, plan: ReductionPlan, first: Bucket) -> None:
-        buckets = [first, *(self._launch(plan, index) for index in range(1, len(plan.buckets)))]
+        buckets = [first, *(self._launch(plan, index) for index in range(1, len(plan.layouts)))]
         for bucket in buckets:
             bucket.wait()
         if self._group.wait_times is not None:
@@ -88,13 +83,13 @@ class JoinedRank:
             buckets,
             self._group.gradients,
             lambda _, bucket: bucket.members_to_unbucket(bucket.read_flags()),
-            lambda bucket: [None] * len(bucket.plan.shapes),
+            lambda bucket: [None] * len(bucket.layout.shapes),
         )
 
     def _launch(self, plan: ReductionPlan, bucket_index: int) -> Bucket:
         bucket = plan.make_bucket(bucket_index, self._group.gradients)
         bucket.values.zero_()
-        bucket.launch([None] * len(bucket.plan.shapes), HAS_JOINED)
+        bucket.launch([None] * len(bucket.layout.shapes), HAS_JOINED)
         return bucket
 
 
@@ -104,10 +99,19 @@ def join(group: Group) -> int:
     The other ranks may begin a user's operation or a reduction of gradients next, each on a separate channel: this rank
     begins both and follows the one that arrives, for as long as the others respond. Its own pending operations are
     finished first.
+
+    Raises:
+        UnsupportedError: a collective library of an accelerator moves the tensors.
     """
     group.require_usable()
     if group.size == 1:
         return group.ranks[0]
+    if group.backend.in_program_order:
+        raise UnsupportedError(
+            f"dd.join() does not work over {group.backend.transport}, as a device does not tell the host what the "
+            "other ranks do next: give every rank as many batches, as dd.Sampler does, or set "
+            "DUALDIST_TRANSPORT=gloo, by which tensors go through host memory"
+        )
     group.finish_pending()
     group.require_nothing_pending()
     group.is_joined = True

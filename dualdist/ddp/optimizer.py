@@ -4,44 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dualdist.backends.arithmetic import Op
 from dualdist.backends.base import Backend
 from dualdist.backends.operation import Stages
-from dualdist.collectives.arguments import Reduction, check_reduction
+from dualdist.collectives.arguments import Reduction
 from dualdist.collectives.broadcast_state import (
     broadcast_nested,
-    count_running_steps,
     named_optimizer_params,
     optimizer_params,
 )
 from dualdist.collectives.collectives import allreduce, run_agreed
-from dualdist.collectives.consistency import Options, digest, named_state, options_of
+from dualdist.collectives.ddp_models import params_in_ddp
 from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import map_nested
-from dualdist.ddp.adasum import DeltaSteps, closure_of
-from dualdist.ddp.bucket_plan import ReducerConfig
+from dualdist.ddp.adasum import AdasumStrategy, DeltaSteps
+from dualdist.ddp.bucket import BucketStrategy
 from dualdist.ddp.compression import ErrorFeedback
-from dualdist.ddp.error_feedback import redistribute
-from dualdist.ddp.gradient_packer import NO_BACKWARD, current_backward
-from dualdist.ddp.param_buckets import Errors
+from dualdist.ddp.config import ReducerConfig, resolve_config
+from dualdist.ddp.error_feedback import FeedbackStrategy, redistribute
+from dualdist.ddp.parameters import Errors, ParamSource
 from dualdist.ddp.reducer import Reducer
-from dualdist.ddp.sharding import StateSharding, require_shardable
+from dualdist.ddp.sharding import StateSharding, closure_of, require_shardable
 from dualdist.ddp.step_checks import StepChecks
 from dualdist.errors import UsageError
-from dualdist.utils.suggest import require_choice, type_name
+from dualdist.utils.suggest import type_name
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 T = TypeVar("T")
@@ -64,11 +61,11 @@ def wrap_optimizer(
 ) -> OptimizerT:
     """Reduce the gradients of the optimizer's parameters over the group, and return the optimizer.
 
-    Gradients of each of the `fused_groups` share buckets. For `next_group` and `errors` see ParamBuckets.
+    Gradients of each of the `fused_groups` share buckets. For `next_group` and `errors` see Reducer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"wrap_optimizer takes a torch optimizer, not {type_name(optimizer)}")
-    config = _resolve_config(config, group)
+    config = resolve_config(config, group.size, group.reduction)
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}: expected the number of backwards before a reduction, 1 or more")
     if not group.is_member:
@@ -88,70 +85,26 @@ def wrap_optimizer(
     _groups.add(group)
     if group.size == 1 and config.op == "adasum":
         config = replace(config, op="mean")
-    reference = weakref.ref(optimizer)  # Note [ownership]
     reducer = Reducer(
         group,
-        lambda: optimizer_params(found) if (found := reference()) is not None else [],
-        lambda: named_optimizer_params(reference(), names),
-        lambda: _initial_options(found, config) if (found := reference()) is not None else {},
+        ParamSource(optimizer, names, has_all_state=not config.shard),
         config,
+        _strategy_of(config),
         accumulate,
         fused_groups=fused_groups,
         next_group=next_group,
         errors=errors,
     )
     reducer.update()
-    _attach(reducer, optimizer)
+    OptimizerWrapper(optimizer, reducer)
     return optimizer
 
 
-def _initial_options(optimizer: torch.optim.Optimizer, config: ReducerConfig) -> Options:
-    """Return the optimizer's options, and a digest of its state if this rank has all of it."""
-    state = [] if config.shard else [tensor for _, tensor in named_state(optimizer)]
-    options = options_of(optimizer, has_all_state=not config.shard)
-    return {**options, "the digest of the optimizer's state": digest(state)[:12]} if state else options
-
-
-def _resolve_config(config: ReducerConfig, group: Group) -> ReducerConfig:
-    """Return the configuration for this group; raise UsageError unless its values fit together."""
-    require_choice(config.op, ("mean", "sum", "adasum"), "op", " for gradients")
-    if config.op == "adasum" and (group.size & (group.size - 1) or config.gradient_predivide_factor != 1.0):
-        raise UsageError(
-            f"op 'adasum' needs a power of two ranks, not {group.size}, and gradient_predivide_factor=1.0, not "
-            f"{config.gradient_predivide_factor}"
-        )
-    if not config.gradient_predivide_factor > 0:
-        raise UsageError(f"gradient_predivide_factor={config.gradient_predivide_factor}: expected a number above 0")
-    every = config.check_every
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise UsageError(f"check_every={every!r}: expected the number of steps between two checks, 1 or more")
-    if config.shard and config.op == "adasum":
-        raise UsageError(
-            "shard=True with op='adasum', for which every rank steps on all parameters: choose one of the two"
-        )
-    if config.op == "adasum" and isinstance(config.compressor, ErrorFeedback):
-        raise UsageError(
-            f"op='adasum' with compression={config.compressor}: Adasum combines steps, and what is not sent of a step "
-            "cannot be added to the next one; choose one of the two"
-        )
-    reduction = config.reduction or group.reduction
-    check_reduction(reduction, config.op)
-    if reduction == "ordered" and config.compressor is not None:
-        raise UsageError(
-            "reduction='ordered' with compression: what is compressed is added in the format in which it is sent; "
-            "choose one of the two"
-        )
-    return replace(config, reduction=reduction)
-
-
-@dataclass
-class OptimizerWrapper:
-    """An attribute of a wrapped optimizer: its reducer, and a function that unwraps it."""
-
-    reducer: Reducer
-    unwrap: Callable[[], None]
-    sharding: StateSharding | None = None
-    skip_reduction: bool = False  # steps use the gradients as they are
+def _strategy_of(config: ReducerConfig) -> type[BucketStrategy]:
+    """Return what happens to a full bucket."""
+    if config.op == "adasum":
+        return AdasumStrategy
+    return FeedbackStrategy if isinstance(config.compressor, ErrorFeedback) else BucketStrategy
 
 
 def get_wrapper(optimizer: object) -> OptimizerWrapper | None:
@@ -180,7 +133,7 @@ def get_sent_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 def get_residuals(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Return a copy of what this rank has not sent of its gradients, in CPU memory; None without error feedback."""
     wrapper = get_wrapper(optimizer)
-    own = None if wrapper is None else wrapper.reducer.export_feedback()
+    own = None if wrapper is None else wrapper.reducer.registry.export_state()
     return own and map_nested(own, torch.Tensor, lambda each: each.to("cpu", copy=True))
 
 
@@ -209,7 +162,7 @@ def set_residuals(optimizer: torch.optim.Optimizer, saved: Any) -> None:
         reducer = wrapper.reducer
         if isinstance(saved, list):
             saved = redistribute(saved, reducer.group.rank, reducer.group.size, reducer.config.op)
-        reducer.load_feedback(saved)
+        reducer.registry.load_state(saved)
 
 
 def move_to_group(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> None:
@@ -219,9 +172,7 @@ def move_to_group(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> 
     """
     wrappers = [wrapper for optimizer in optimizers if (wrapper := get_wrapper(optimizer)) is not None]
     for wrapper in sorted(wrappers, key=lambda wrapper: wrapper.reducer.number):
-        wrapper.reducer.move_to_group(group)
-        if wrapper.sharding is not None:
-            wrapper.sharding.assign()
+        wrapper.move_to_group(group)
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -233,56 +184,6 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "before dd.shutdown() keep its state_dict(), which every rank calls, and load that before wrapping again",
         )
         wrapper.unwrap()
-
-
-def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-    """Hook the reducer to the optimizer's steps, zero_grad and add_param_group; copies and pickles have none of it."""
-    add_param_group, zero_grad = _weakly(optimizer.add_param_group), _weakly(optimizer.zero_grad)
-
-    @functools.wraps(optimizer.add_param_group)
-    def add_and_reduce(param_group: dict[str, Any]) -> None:
-        add_param_group()(param_group)
-        reducer.update()
-
-    @functools.wraps(optimizer.zero_grad)
-    def zero_and_reset(*args: Any, **kwargs: Any) -> None:
-        reducer.prepare_zero_grad()
-        zero_grad()(*args, **kwargs)
-        reducer.reset_step()  # also after a skipped step, as by GradScaler after an overflow
-
-    get_state = _weakly(optimizer.__getstate__)
-
-    def mark_copy() -> dict[str, Any]:
-        return {**get_state()(), COPY: True}
-
-    for function in (add_and_reduce, zero_and_reset):
-        del function.__wrapped__  # the optimizer's method: Note [ownership]
-    reference = weakref.ref(optimizer)
-    sharding = StateSharding(reducer, optimizer) if reducer.config.shard else None
-    attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_reset, "__getstate__": mark_copy}
-
-    def unwrap() -> None:
-        if unshard is not None:
-            unshard()
-        before.remove()
-        after.remove()
-        for name in (*attributes, WRAPPER):
-            delattr(reference(), name)
-        reducer.detach()
-
-    wrapper = OptimizerWrapper(reducer, unwrap, sharding)
-    every = reducer.config.check_every
-    checks = None if every is None else StepChecks(reducer, every)
-    is_adasum = reducer.config.op == "adasum"
-    steps = DeltaSteps(reducer, checks) if is_adasum else _ReducedSteps(wrapper, checks)
-    before = optimizer.register_step_pre_hook(steps.before)
-    unshard = None if sharding is None else sharding.attach(optimizer)
-    after = optimizer.register_step_post_hook(steps.after)
-    # Ours first, so that the user's see the combined steps; private to torch: tests/unit/test_torch_private_names.py.
-    after_step = optimizer._optimizer_step_post_hooks
-    after_step |= {number: after_step.pop(number) for number in list(after_step) if number != after.id}
-    for name, value in {**attributes, WRAPPER: wrapper}.items():
-        setattr(optimizer, name, value)  # on this object, not on its class
 
 
 def _refuse_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -308,33 +209,90 @@ class _ReducedClosure(functools.partial[Any]):
     """A step's closure that also reduces the gradients and its loss."""
 
 
-class _ReducedSteps:
-    """The hooks before and after an optimizer's step: ensure that gradients are reduced, then begin the next step.
+class OptimizerWrapper:
+    """An attribute of a wrapped optimizer: what its steps, zero_grad() and add_param_group() do besides.
 
-    A step that calls that of its base class runs the hooks twice; the inner ones have no effect.
+    It does not keep the optimizer alive: Note [ownership]. A step that calls that of its base class runs the hooks
+    twice; the inner ones have no effect.
     """
 
-    def __init__(self, wrapper: OptimizerWrapper, checks: StepChecks | None) -> None:
-        self._wrapping = wrapper
-        self._checks = checks
-        # Once more, as the model may have been put into DDP after its optimizer was wrapped.
-        self._must_look_for_ddp = wrapper.reducer.group.size > 1 and wrapper.reducer.config.compares_start
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+        config = reducer.config
+        self.reducer = reducer
+        self.sharding = StateSharding(reducer, optimizer) if config.shard else None
+        self.skip_reduction = False  # steps use the gradients as they are
+        self._deltas = DeltaSteps(reducer) if config.op == "adasum" else None
+        self._checks = None if config.check_every is None else StepChecks(reducer, config.check_every)
+        # In the first step once more, as the model may have been put into DDP after its optimizer was wrapped.
+        self._must_look_for_ddp = reducer.group.size > 1 and config.compares_start
+        self._optimizer = weakref.ref(optimizer)
+        before = optimizer.register_step_pre_hook(self._before_step)
+        unshard = None if self.sharding is None else self.sharding.attach(optimizer)
+        after = optimizer.register_step_post_hook(self._after_step)
+        # Ours first, so that the user's see the combined steps; private to torch:
+        # tests/unit/test_torch_private_names.py.
+        after_step = optimizer._optimizer_step_post_hooks
+        after_step |= {number: after_step.pop(number) for number in list(after_step) if number != after.id}
+        self._undo = [*([] if unshard is None else [unshard]), before.remove, after.remove]
+        methods = self._methods(optimizer)
+        self._names = [*methods, WRAPPER]
+        for name, value in {**methods, WRAPPER: self}.items():
+            setattr(optimizer, name, value)  # on this object, not on its class
 
-    def before(
+    def _methods(self, optimizer: torch.optim.Optimizer) -> dict[str, Callable[..., Any]]:
+        """Return methods of the optimizer that call the reducer, too; copies and pickles have none of them."""
+        reducer = self.reducer
+        add_param_group, zero_grad = _weakly(optimizer.add_param_group), _weakly(optimizer.zero_grad)
+        get_state = _weakly(optimizer.__getstate__)
+
+        @functools.wraps(optimizer.add_param_group)
+        def add_and_reduce(param_group: dict[str, Any]) -> None:
+            add_param_group()(param_group)
+            reducer.update()
+
+        @functools.wraps(optimizer.zero_grad)
+        def zero_and_reset(*args: Any, **kwargs: Any) -> None:
+            reducer.prepare_zero_grad()
+            zero_grad()(*args, **kwargs)
+            reducer.reset_step()  # also after a skipped step, as by GradScaler after an overflow
+
+        def mark_copy() -> dict[str, Any]:
+            return {**get_state()(), COPY: True}
+
+        for function in (add_and_reduce, zero_and_reset):
+            del function.__wrapped__  # the optimizer's method: Note [ownership]
+        return {"add_param_group": add_and_reduce, "zero_grad": zero_and_reset, "__getstate__": mark_copy}
+
+    def unwrap(self) -> None:
+        """Make the optimizer a plain one again."""
+        for undo in self._undo:
+            undo()
+        for name in self._names:
+            delattr(self._optimizer(), name)
+        self.reducer.registry.detach()
+
+    def move_to_group(self, group: Group) -> None:
+        """Reduce in another group."""
+        self.reducer.move_to_group(group)
+        if self.sharding is not None:
+            self.sharding.assign()
+
+    def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Ensure that the gradients are reduced: those that are there, or those of the step's closure."""
         if self._must_look_for_ddp:
             _require_outside_ddp(optimizer)
             self._must_look_for_ddp = False
         closure = closure_of(args, kwargs)
-        if self._wrapping.skip_reduction or isinstance(closure, _ReducedClosure):
-            return None
-        if closure is None:
-            if current_backward() != NO_BACKWARD and count_running_steps(optimizer) > 1:
-                return None
-            self._wrapping.reducer.synchronize()
+        if closure is None and not self.skip_reduction:
+            self.reducer.synchronize()
             if self._checks is not None:
                 self._checks.before_step(optimizer)
+        if self._deltas is not None:  # with a closure each rank runs its own backwards
+            self._deltas.before_step(optimizer, has_closure=closure is not None)
+            return None
+        if closure is None or self.skip_reduction or isinstance(closure, _ReducedClosure):
             return None
         # The closure will run backward, several times with LBFGS.
         reduced = _ReducedClosure(self._run_closure, optimizer, closure, itertools.count())
@@ -342,14 +300,17 @@ class _ReducedSteps:
             return (args[0], reduced, *args[2:]), kwargs
         return args, {**kwargs, "closure": reduced}
 
-    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._wrapping.sharding is not None:
-            self._wrapping.sharding.finish_step(optimizer)
-        self._wrapping.reducer.finish_step()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the next step."""
+        if self._deltas is not None:
+            self._deltas.after_step()
+        if self.sharding is not None:
+            self.sharding.finish_step(optimizer)
+        self.reducer.finish_step()
 
     def _run_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
         """Run a step's closure, and reduce the gradients and its loss; parameters are checked in the first call."""
-        reducer, sharding = self._wrapping.reducer, self._wrapping.sharding
+        reducer, sharding = self.reducer, self.sharding
         if sharding is not None:
             sharding.end_step(optimizer)
         loss = closure()
@@ -383,10 +344,8 @@ def _reduced_loss(group: Group, loss: Any, op: Op, reduction: Reduction | None) 
 
 
 def _require_outside_ddp(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError if a DistributedDataParallel has some of the parameters, which torch records nowhere else."""
-    kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
-    models = [each for each in gc.get_referrers(*kinds) if isinstance(each, DistributedDataParallel)]
-    reduced = {id(param) for model in models for param in model.parameters()}
+    """Raise UsageError if a DistributedDataParallel has some of the parameters."""
+    reduced = params_in_ddp()
     if any(id(param) in reduced for param in optimizer_params(optimizer)):
         raise UsageError(
             "DistributedDataParallel reduces the gradients of this optimizer's parameters already: leave the optimizer "

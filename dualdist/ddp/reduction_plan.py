@@ -1,52 +1,75 @@
-"""The buckets of a reducer's reductions, for the reducer itself and for ranks that have joined."""
+"""The buckets of a reducer's reductions, for the reducer itself and for ranks that have joined.
+
+Note [non-finite report]: a sum over ranks that is not finite does not show whose part was not. But until the reduced
+values are assigned, every rank still has its own gradients. The reduced values are the same on all ranks, so all find
+the same members, and exchange the kinds of their own gradients in one more message, sent only then.
+"""
 
 from __future__ import annotations
 
-import gc
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dualdist.ddp.adasum import AdasumBucket
-from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig
-from dualdist.ddp.buckets import Bucket
-from dualdist.ddp.compression import ErrorFeedback
-from dualdist.ddp.error_feedback import FeedbackBucket, FeedbackState
-from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
-
-if TYPE_CHECKING:
-    from dualdist.collectives.group import Group
-    from dualdist.engine.channel import Channel, Work
+from dualdist.collectives.group import Group
+from dualdist.ddp.bucket import Bucket, BucketStrategy
+from dualdist.ddp.layout import BucketLayout
+from dualdist.ddp.nonfinite import SHOWN, find_suspects, nonfinite_kinds
+from dualdist.engine.channel import Channel
 
 IS_RETIRED = operator.attrgetter("is_retired")
+
+
+class NonFiniteReport(dict[int, int]):
+    """The non-finite gradients of one reduction: kinds of this rank's own by the parameter's number."""
+
+    def add(self, number: int, own: torch.Tensor | None) -> None:
+        """Add a parameter whose reduced gradient is not finite; `own` is this rank's gradient before the reduction."""
+        if number not in self:  # one that is dense on some ranks and sparse on others is found in both parts
+            self[number] = nonfinite_kinds(own) if len(self) < SHOWN else 0
+
+    def scan(self, buckets: Sequence[Bucket], params_of: Callable[[Bucket], list[torch.Tensor | None]]) -> None:
+        """Add the non-finite members of the buckets, after unpack()."""
+        suspects = find_suspects([bucket.reduced_values() for bucket in buckets])
+        for bucket in itertools.compress(buckets, suspects):
+            params = params_of(bucket)
+            for index in bucket.nonfinite_members():
+                param = params[index]
+                self.add(bucket.layout.numbers[index], None if param is None else param.grad)
+
+    def exchange(self, channel: Channel) -> dict[int, list[int]]:
+        """Return the kinds on every rank, [] for parameters beyond SHOWN; every rank of the reduction calls this."""
+        if not self:
+            return {}
+        shown = [*self.values()][:SHOWN]
+        table = torch.zeros(len(shown), channel.size, dtype=torch.int32, device="cpu")
+        table[:, channel.rank] = torch.tensor(shown, dtype=torch.int32, device="cpu")
+        flat = table.view(-1)
+        name = "gradients.nonfinite"
+        channel.run(name, lambda backend: backend.allreduce_(flat, "max", name))
+        rows = flat.view(len(shown), channel.size).tolist()
+        return {number: rows[n] if n < SHOWN else [] for n, number in enumerate(self)}
 
 
 @dataclass
 class ReductionPlan:
     """The buckets of one reducer. Outlives the reducer, which a rank that has joined may have deleted."""
 
-    config: ReducerConfig
+    strategy: BucketStrategy
     reducer: weakref.ref[Any]
-    buckets: list[BucketPlan] = field(default_factory=list)
+    layouts: list[BucketLayout] = field(default_factory=list)
     dense: dict[int, set[int]] = field(default_factory=dict)  # by bucket: members known to be dense on all ranks
     is_retired: bool = False  # no rank has the reducer any more
-    feedback: FeedbackState | None = field(init=False)  # with PowerSGD and top-k, until it is retired
-
-    def __post_init__(self) -> None:
-        compressor = self.config.compressor
-        self.feedback = FeedbackState(compressor) if isinstance(compressor, ErrorFeedback) else None
 
     def make_bucket(self, bucket_index: int, channel: Channel) -> Bucket:
-        plan, dense = self.buckets[bucket_index], self.dense.setdefault(bucket_index, set())
-        if self.feedback is not None:
-            return FeedbackBucket(plan, self.config, channel, dense, self.feedback)
-        kind = AdasumBucket if self.config.op == "adasum" else Bucket
-        return kind(plan, self.config, channel, dense)
+        dense = self.dense.setdefault(bucket_index, set())
+        return self.strategy.make_bucket(self.layouts[bucket_index], channel, dense)
 
     def finish(
         self,
@@ -64,9 +87,8 @@ class ReductionPlan:
         """
         for bucket in buckets:
             bucket.unpack()
-        if self.feedback is not None:
-            self.feedback.commit(buckets)
-        report = None if self.config.check_every is None else NonFiniteReport()
+        self.strategy.commit(buckets)
+        report = None if self.strategy.config.check_every is None else NonFiniteReport()
         if report is not None:
             report.scan(buckets, params_of)
         for bucket_index, bucket in enumerate(buckets):
@@ -79,26 +101,26 @@ class ReductionPlan:
                 if param is not None:
                     param.grad = reduced
                 if report is not None and nonfinite_kinds(reduced):
-                    report.add(bucket.plan.numbers[index], grad)
+                    report.add(bucket.layout.numbers[index], grad)
             if unbucketed:
                 self.unbucket(bucket_index, [index for index, _ in unbucketed])
         return {} if report is None else report.exchange(channel)
 
     def clear(self) -> None:
-        self.buckets.clear()
+        self.layouts.clear()
         self.dense.clear()
 
     def retire(self) -> None:
         """Release the memory of a plan whose reducer no rank has any more; the group keeps its place in the order."""
         self.is_retired = True
-        self.feedback = None  # with a residual of the size of the model
+        self.strategy = BucketStrategy(self.strategy.config)  # without residuals, which have the size of the model
         self.clear()
 
     def unbucket(self, bucket_index: int, members: Sequence[int]) -> None:
         """Reduce these members of a bucket separately from now on: Note [sparse gradients]."""
-        plan = self.buckets[bucket_index]
-        if not plan.unbucketed.issuperset(members):
-            self.buckets[bucket_index] = replace(plan, unbucketed=plan.unbucketed.union(members))
+        layout = self.layouts[bucket_index]
+        if not layout.unbucketed.issuperset(members):
+            self.layouts[bucket_index] = replace(layout, unbucketed=layout.unbucketed.union(members))
 
 
 def active_plans(group: Group) -> list[ReductionPlan]:
@@ -106,24 +128,34 @@ def active_plans(group: Group) -> list[ReductionPlan]:
     return [*filterfalse(IS_RETIRED, group.reducers)]
 
 
-def retire_unused(group: Group) -> None:
-    """Retire the plans whose reducer no rank has any more, and release their memory; every rank calls this.
+class DueFlags:
+    """An exchange of which reducers are due: one flag for each of the group's, and one of a rank that has not joined.
 
-    A rank that alone has deleted a reducer may still join, and follow its reductions.
+    It retires the plans whose reducer no rank has any more. A rank that alone has deleted a reducer may still join, and
+    follow its reductions.
     """
-    plans = active_plans(group)
-    if len(plans) < 2:
-        return
-    gc.collect()  # deleted models are in reference cycles
-    is_unused = torch.tensor([plan.reducer() is None for plan in plans], dtype=torch.int32, device="cpu")
-    name = "gradients.unused"
-    group.gradients.run(name, lambda backend: backend.allreduce_(is_unused, "min", name))
-    for plan, is_retired in zip(plans, is_unused.tolist(), strict=True):
-        if is_retired:
-            plan.retire()
 
+    IS_HERE, IS_DUE = 1, 2
 
-def allreduce_due_flags(group: Group, flags: torch.Tensor) -> Work[torch.Tensor]:
-    """Exchange which reducers are due; the last flag says that this rank has not joined."""
-    name = "gradients.due"
-    return group.gradients.start(name, lambda backend: backend.allreduce_(flags, "max", name))
+    def __init__(self, group: Group, due: Sequence[int] = (), *, has_joined: bool = False) -> None:
+        self._plans: list[ReductionPlan] = [*group.reducers]
+        flags = [0 if plan.reducer() is None else self.IS_HERE for plan in self._plans] + [int(not has_joined)]
+        for number in due:
+            flags[number] = self.IS_DUE
+        self.have_all_joined = False
+        self._flags = torch.tensor(flags, dtype=torch.int32, device="cpu")
+        name = "gradients.due"
+        self._work = group.gradients.start(name, lambda backend: backend.allreduce_(self._flags, "max", name))
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> list[int]:
+        """Return the numbers of the reducers that are due on any rank."""
+        self._work.wait()
+        flags = self._flags.tolist()
+        for plan, flag in zip(self._plans, flags, strict=False):
+            if flag == 0 and not plan.is_retired:
+                plan.retire()
+        self.have_all_joined = not flags[-1]
+        return [number for number, flag in enumerate(flags[:-1]) if flag == self.IS_DUE]

@@ -18,27 +18,22 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import as_bytes
 from dualdist.backends.operation import Stages
-from dualdist.collectives.broadcast_state import broadcast_nested, count_running_steps, optimizer_params
+from dualdist.collectives.broadcast_state import broadcast_nested, optimizer_params
+from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Collective
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import map_nested
-from dualdist.ddp.adasum import closure_of
-from dualdist.ddp.bucket_plan import dense_strides
+from dualdist.ddp.layout import dense_strides
+from dualdist.ddp.reducer import Reducer
 from dualdist.errors import UsageError
 from dualdist.utils.suggest import type_name
-
-if TYPE_CHECKING:
-    from dualdist.collectives.group import Group
-    from dualdist.ddp.reducer import Reducer
-
-T = TypeVar("T")
 
 # Optimizers, by the names of their classes, whose step for one parameter depends on the others.
 MIXING = frozenset({"LBFGS", "SAM", "Lamb", "FusedLAMB", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"})
@@ -79,6 +74,11 @@ def require_shardable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the closure among the arguments of a step hook, of which the first is the optimizer."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
 class StateSharding:
     """The parameters of one optimizer that each rank owns: Note [sharded steps]. Note [ownership] holds here, too."""
 
@@ -93,14 +93,19 @@ class StateSharding:
         self._owners_digest = ""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters with their gradients
         self._replaced: list[tuple[list[torch.Tensor], int, torch.Tensor]] = []  # in a group's parameters, at an index
-        self._assigned_in: Group | None = None  # the group of the owners
-        self._state_in: Group | None = None  # the group whose ranks have the state together; None: this rank has it all
+        self._owners_group: Group | None = None  # the group of the owners
+        self._state_group: Group | None = (
+            None  # the group whose ranks have the state together; None: this rank has it all
+        )
+        self._is_stepping = False
+        self._must_send = False  # the result of the step
+        self._num_inside = 0  # steps of base classes that one step calls
         self.loads_all = False  # load_state_dict() keeps all state, until the next step
 
     @property
     def is_partial(self) -> bool:
         """Return True if this rank has the state of a part of the parameters only."""
-        return self._state_in is not None and self._state_in.size > 1
+        return self._state_group is not None and self._state_group.size > 1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Hook the sharding to the optimizer, and return a function that unhooks it."""
@@ -143,19 +148,31 @@ class StateSharding:
             function = function.__func__
 
         @functools.wraps(function)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def run(_: object, *args: Any, **kwargs: Any) -> Any:
             found: Any = reference()
+            self._is_stepping, self._num_inside = True, 0
             try:
-                return function(*[found][:is_method], *args, **kwargs)
+                result = function(found, *args, **kwargs) if is_method else function(*args, **kwargs)
+                if (
+                    self._must_send
+                ):  # the step of a base class raised, so that its post hook did not run, and was caught
+                    self._send_parameters(found)
+                return result
             finally:
+                self._is_stepping = self._must_send = False
                 self.end_step(found)
 
-        # Schedulers wrap the function of a method.
-        vars(step)["__func__"] = lambda _, *args, **kwargs: step(*args, **kwargs)
+        @functools.wraps(function)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return run(None, *args, **kwargs)
+
+        vars(step)["__func__"] = run  # LRScheduler calls step.__func__ with the optimizer
         setattr(optimizer, STEP, step)  # on this object, not on its class
         return step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._num_inside += 1
+        self._must_send = True
         if closure_of(args, kwargs) is None:  # else the gradients come with the closure, which hides them
             self.begin_step(optimizer)
 
@@ -164,12 +181,12 @@ class StateSharding:
 
         Those of the beginning together; later ones as they come, so that it does not matter when a rank calls this.
         """
-        group, is_first = self._reducer.group, self._reducer.group is not self._assigned_in
+        group, is_first = self._reducer.group, self._reducer.group is not self._owners_group
         if is_first:
-            self._assigned_in, self._loads = group, [0] * group.size
+            self._owners_group, self._loads = group, [0] * group.size
             self._owners.clear()
-        # What has gaps in its memory cannot be sent as bytes.
-        known = self._reducer.registered_params()
+        known = self._reducer.registry.owned_params()
+        # A parameter with gaps in its memory cannot be sent as bytes.
         new = [each for each in known if each not in self._owners and dense_strides(each) == each.stride()]
         if not new and not is_first:
             return
@@ -189,7 +206,7 @@ class StateSharding:
     def _drop_others_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Delete the state of what other ranks own."""
         group = self._reducer.group
-        if self.is_partial and self._state_in is not group:
+        if self.is_partial and self._state_group is not group:
             raise UsageError(
                 "the ranks have changed, and each had a part of this optimizer's state: load a checkpoint, or call "
                 "load_state_dict() with the full state on every rank"
@@ -199,7 +216,7 @@ class StateSharding:
                 self._cut_state(param, optimizer.state.get(param, {}))
             elif owner != group.rank:
                 optimizer.state.pop(param, None)
-        self._state_in = group
+        self._state_group = group
 
     def _cut_state(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Leave this rank's part in the state of a cut parameter, which may be that already."""
@@ -264,8 +281,13 @@ class StateSharding:
 
     def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Give every rank the new parameters of all owners, unless this is the base class's step inside of a step."""
-        if count_running_steps(optimizer) > 1:
+        self._num_inside -= 1
+        if self._is_stepping and self._num_inside > 0:
             return
+        self._send_parameters(optimizer)
+
+    def _send_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        self._must_send = False
         self.end_step(optimizer)
         if self._reducer.group.size > 1:
             name = f"{self._reducer.name}.parameters"
@@ -337,7 +359,7 @@ class StateSharding:
         if len(numbers) != len(optimizer_params(optimizer)):
             return None  # the optimizer will refuse it
         if self.loads_all or not self._reducer.group.is_usable:
-            self._state_in = None
+            self._state_group = None
             return None
         self.assign()
         state, rank = dict(state_dict["state"]), self._reducer.group.rank
@@ -348,7 +370,7 @@ class StateSharding:
                 self._cut_state(param, state[number])
             elif owner != rank:
                 state.pop(number, None)
-        self._state_in = self._reducer.group
+        self._state_group = self._reducer.group
         return {**state_dict, "state": state}
 
 
@@ -428,5 +450,7 @@ def _cut(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]
                 parts.append([])
                 room = limit
             parts[-1].append(rest[:room])
-            rest, room = rest[room:], max(0, room - len(rest))
+            taken = len(parts[-1][-1])
+            rest = rest[taken:]
+            room -= taken
     return parts

@@ -91,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         uses_own_statistics = not self.training and self.running_mean is not None
-        group = None if uses_own_statistics else self._group_ref.group or session.current().world
+        group = None if uses_own_statistics else self._group_ref.group or self._all_ranks()
         if group is None or group.size == 1:
             running = (self.running_mean, self.running_var) if updates or uses_own_statistics else (None, None)
             factor = self._factor() if updates else 0.0
@@ -109,6 +109,9 @@ class SyncBatchNorm(_BatchNorm):
         apply: Any = _Normalize.apply
         normalized: torch.Tensor = apply(input, self.weight, self.bias, statistics, self.eps)
         return normalized
+
+    def _all_ranks(self) -> Group:
+        return session.current().world
 
     def _factor(self) -> float | torch.Tensor:
         """Return the weight of this batch in the running statistics; without momentum, that of a cumulative average."""

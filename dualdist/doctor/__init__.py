@@ -4,8 +4,3 @@ facts.py collects facts; checks/ has pure functions from facts to findings, one 
 them; explain.py traces the topology to its variables. smoke_test.py starts ranks and hosts.py probes other hosts, on
 request. cli/doctor.py prints.
 """
-
-from dualdist.doctor.checks import Finding
-from dualdist.doctor.diagnosis import Diagnosis, diagnose, evaluate, installed_backends, to_json
-
-__all__ = ["Diagnosis", "Finding", "diagnose", "evaluate", "installed_backends", "to_json"]

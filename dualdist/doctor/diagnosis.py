@@ -1,10 +1,8 @@
-"""All findings about a process, its installation, its host and its job, and the commands that fix them."""
+"""All findings about a process, its installation, its host and its job, in one record."""
 
 from __future__ import annotations
 
-import shlex
-import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +16,6 @@ from dualdist.topology import Topology
 
 CHECKS = (launch, torch, horovod, mpi, host, network)
 DEFAULT_RANKS = 2  # planned ranks without -np
-STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -89,31 +86,3 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
     return {**asdict(topology), "inferred": sorted(topology.inferred)}
-
-
-def collect_fixes(findings: Iterable[Finding]) -> dict[tuple[str, ...], list[Finding]]:
-    """Return the commands that fix the findings, each once, with the findings that it fixes."""
-    fixes: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        if finding.command:
-            fixes.setdefault(finding.command, []).append(finding)
-    return fixes
-
-
-def apply_fixes(
-    fixes: Mapping[tuple[str, ...], Sequence[Finding]],
-    confirm: Callable[[str], bool],
-    log: Callable[[str], None],
-) -> int:
-    """Run the fixes that `confirm` accepts, with their output on stderr, and return how many succeeded."""
-    succeeded = 0
-    for argv, findings in fixes.items():
-        for finding in findings:
-            log(f"{finding.level}: {finding.message}")
-        if not confirm(f"run {shlex.join(argv)} ?"):
-            log("  skipped")
-            continue
-        code = subprocess.run(argv, stdout=STDERR, check=False).returncode
-        succeeded += code == 0
-        log(f"  {'done' if code == 0 else f'failed (exit code {code})'}: {shlex.join(argv)}")
-    return succeeded

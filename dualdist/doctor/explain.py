@@ -14,11 +14,10 @@ from dualdist.rendezvous.backend_selection import (
     BACKEND,
     TRANSPORT,
     check_choice,
-    choices_path,
     default_backend,
-    is_applicable,
 )
 from dualdist.topology import Topology
+from dualdist.utils.saved_choices import choices_path, is_applicable
 
 RENDEZVOUS_METHODS = {
     "none": "a single rank needs no rendezvous",
@@ -27,6 +26,7 @@ RENDEZVOUS_METHODS = {
     "horovod": "in horovodrun's store",
     "mpi": "by an MPI broadcast",
     "slurm": "by a file in the folder from which the job was submitted",
+    "spawn": "by a file of the program that started the ranks",
 }
 
 

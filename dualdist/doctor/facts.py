@@ -1,7 +1,6 @@
 """The facts that the checks judge: this host, this Python's packages, and the MPIs on PATH; no job is started."""
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -18,29 +17,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
+from dualdist.environments.visible_devices import hides_all
+from dualdist.errors import RendezvousError
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Mpi
 from dualdist.topology import Topology
 from dualdist.utils.extension import built_for
-from dualdist.utils.machine import CORE, core_language, package_version, quota_cores
-from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
+from dualdist.utils.machine import CORE, gpu_names, package_version, quota_cores, versions
+from dualdist.utils.network_interfaces import LOOPBACK, is_loopback, list_interfaces, resolve_address
 from dualdist.utils.package_probe import TorchProbe, probe_torch, run_probe, run_tool
 from dualdist.version import __version__
 
 TOOL_TIMEOUT_S, HOROVOD_TIMEOUT_S, MPI4PY_TIMEOUT_S = 15.0, 120.0, 60.0
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py")
 UNLIMITED = -1
-GPUS = Path("/proc/driver/nvidia/gpus")
 INFINIBAND = Path("/sys/class/infiniband")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-HIDE_ALL = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 MPI_PROGRAMS = ("mpirun", "mpiexec")
 MPI_VERSION = re.compile(r"(?:\(Open ?MPI\)|\(OpenRTE\)|Version:?)\s*v?(\d+(?:\.\d+)+)")
 # The heading of `srun --mpi=list`; newer Slurms say "plugin", and list the PMIx versions after the types.
 SRUN_HEADING = re.compile(r"(MPI (?:plugin )?types are\.\.\.)")
-# In torchvision's metadata: "torch (==2.13.0)" or "torch==2.13.0".
-REQUIRED_TORCH = re.compile(r"torch\s*\(?==\s*([0-9][^\s;)]*)")
 HOROVOD_PROGRAM = """
 import json
 import horovod.torch as hvd
@@ -80,11 +76,10 @@ class HostFacts:
     address: str = ""
     reverse_lookup_s: float = 0.0
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    python: str = ""
 
     def external_interfaces(self) -> dict[str, str]:
         """Return the address of every interface but loopback."""
-        return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
+        return {name: address for name, address in self.interfaces.items() if not is_loopback(address)}
 
 
 @dataclass(frozen=True)
@@ -113,8 +108,7 @@ class InstallationFacts:
     """This Python and the MPIs on PATH; None for what is not installed.
 
     `python_on_path` is the `python` of PATH unless it is this one, "" for none. `torch` and `mpi4py` are error messages
-    if the packages cannot be imported. `torchvision_requires` is the torch version that torchvision pins.
-    `core_built_for` lists versions of torch.
+    if the packages cannot be imported. `core_built_for` lists versions of torch.
     """
 
     versions: Mapping[str, str | None]
@@ -123,7 +117,6 @@ class InstallationFacts:
     abi_tag: str = ""
     python_on_path: str | None = None
     torch: TorchProbe | str | None = None
-    torchvision_requires: str | None = None
     horovod: BuildRecord | None = None
     mpi4py: Mpi4pyProbe | str | None = None
     mpi_programs: tuple[MpiProgram, ...] = ()
@@ -141,23 +134,22 @@ def mpi_name(family: Mpi) -> str:
 
 def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> InstallationFacts:
     """Return all facts; takes as long as `import torch`, which runs in a subprocess."""
-    versions = installed_versions()
+    installed = installed_versions()
     with ThreadPoolExecutor() as pool:
-        torch = pool.submit(lambda: probe_torch(environ) if versions["torch"] else None)
-        mpi4py = pool.submit(lambda: _probe_mpi4py(environ) if versions["mpi4py"] else None)
+        torch = pool.submit(lambda: probe_torch(environ) if installed["torch"] else None)
+        mpi4py = pool.submit(lambda: _probe_mpi4py(environ) if installed["mpi4py"] else None)
         horovod = pool.submit(_probe_horovod, environ)
         host = pool.submit(collect_host_facts)
         srun = pool.submit(_srun_mpi_types, environ)
         master = pool.submit(lambda: topology is not None and topology.address and not resolve(topology.address))
         mpi_programs = pool.submit(_find_mpi_programs, environ)
         return InstallationFacts(
-            versions=versions,
+            versions=installed,
             host=host.result(),
             python=sys.executable,
             abi_tag=str(sysconfig.get_config_var("SOABI") or ""),
             python_on_path=_python_on_path(environ),
             torch=torch.result(),
-            torchvision_requires=_torchvision_requires(),
             horovod=horovod.result(),
             mpi4py=mpi4py.result(),
             mpi_programs=mpi_programs.result(),
@@ -178,34 +170,33 @@ def collect_host_facts() -> HostFacts:
         shm_free=shutil.disk_usage(FOLDER).free if os.path.isdir(FOLDER) else None,
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
-        infiniband=tuple(_list(INFINIBAND)),
-        gpus=len(_list(GPUS)),
+        infiniband=tuple(sorted(path.name for path in INFINIBAND.glob("*"))),
+        gpus=len(gpu_names()),
         interfaces=list_interfaces(),
         address=address,
         reverse_lookup_s=round(_time_reverse_lookup(address), 3),
         versions=installed_versions(),
-        python=sys.executable,
     )
 
 
 def installed_versions() -> dict[str, str | None]:
     """Return the installed versions without importing the packages; None for a missing one."""
-    own: dict[str, str | None] = {"dualdist": __version__, "python": platform.python_version()}
-    found = {name: package_version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
-    return {**own, **found, CORE: core_language()}
+    found = versions()
+    packages = {name: found.get(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
+    return {"dualdist": __version__, "python": platform.python_version(), **packages, CORE: found[CORE]}
 
 
 def may_use_gpus(environ: Mapping[str, str]) -> bool:
     """Return True if torch should find a GPU, judged without importing it: a driver, and not a CPU build."""
     build = (package_version("torch") or "").partition("+")[2]
-    return bool(_list(GPUS)) and environ.get(VISIBLE) not in HIDE_ALL and build != "cpu"
+    return bool(gpu_names()) and not hides_all(environ) and build != "cpu"
 
 
 def resolve(name: str) -> str:
-    """Return an IPv4 address of `name`, or ""."""
+    """Return an address of `name`, preferably of IPv4, or ""."""
     try:
-        return socket.gethostbyname(name)
-    except (OSError, UnicodeError):
+        return resolve_address(name)
+    except (RendezvousError, UnicodeError):
         return ""
 
 
@@ -216,20 +207,13 @@ def _time_reverse_lookup(address: str) -> float:
     """
     start = time.monotonic()
     with contextlib.suppress(OSError):
-        socket.getnameinfo((f"::ffff:{address or LOOPBACK}", 0), 0)
+        socket.getnameinfo((address if ":" in address else f"::ffff:{address or LOOPBACK}", 0), 0)
     return time.monotonic() - start
 
 
 def _limit(kind: int) -> tuple[int, int]:
     soft, hard = (UNLIMITED if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(kind))
     return soft, hard
-
-
-def _list(folder: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in folder.iterdir())
-    except OSError:
-        return []
 
 
 def _probe_horovod(environ: Mapping[str, str]) -> BuildRecord | None:
@@ -248,17 +232,15 @@ def _probe_mpi4py(environ: Mapping[str, str]) -> Mpi4pyProbe | str:
 
 
 def _find_mpi_programs(environ: Mapping[str, str]) -> tuple[MpiProgram, ...]:
-    """Return each mpirun and mpiexec, in the order of PATH and without duplicates."""
-    programs: dict[tuple[str, str], MpiProgram] = {}
+    """Return the first mpirun and the first mpiexec on PATH."""
+    programs = []
     for name in MPI_PROGRAMS:
-        for folder in filter(None, environ.get("PATH", os.defpath).split(os.pathsep)):
-            path = shutil.which(name, path=folder)
-            if path is not None and (name, os.path.realpath(path)) not in programs:
-                _, output = run_tool([path, "--version"], environ, TOOL_TIMEOUT_S)
-                version = MPI_VERSION.search(output)
-                program = MpiProgram(name, path, parse_mpi_version(output), version[1] if version else "")
-                programs[name, os.path.realpath(path)] = program
-    return tuple(programs.values())
+        path = shutil.which(name, path=environ.get("PATH", os.defpath))
+        if path is not None:
+            _, output = run_tool([path, "--version"], environ, TOOL_TIMEOUT_S)
+            version = MPI_VERSION.search(output)
+            programs.append(MpiProgram(name, path, parse_mpi_version(output), version[1] if version else ""))
+    return tuple(programs)
 
 
 def _srun_mpi_types(environ: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -283,11 +265,3 @@ def _python_on_path(environ: Mapping[str, str]) -> str | None:
     python = shutil.which("python", path=environ.get("PATH", os.defpath)) or ""
     own = {Path(folder).resolve() for folder in (Path(sys.executable).parent, sysconfig.get_path("scripts"))}
     return None if python and Path(python).parent.resolve() in own else python
-
-
-def _torchvision_requires() -> str | None:
-    try:
-        requirements = importlib.metadata.requires("torchvision") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return next((match[1] for line in requirements if (match := REQUIRED_TORCH.match(line))), None)

@@ -16,13 +16,13 @@ from typing import Any
 
 from dualdist.doctor.checks.hosts import HostReport
 from dualdist.doctor.facts import HostFacts, collect_host_facts, resolve
-from dualdist.errors import LaunchError
+from dualdist.errors import LaunchError, RendezvousError
 from dualdist.launch import ssh
 from dualdist.launch.hosts import SAME_ADDRESS, is_local_host
 from dualdist.launch.job import Host, Site
 from dualdist.launch.ssh import HostPeer, start_peer
 from dualdist.utils.deadline import Deadline
-from dualdist.utils.network_interfaces import failure_reason
+from dualdist.utils.network_interfaces import failure_reason, open_listener
 from dualdist.version import __version__
 
 PROGRAM = ("-m", "dualdist.doctor.hosts")
@@ -33,7 +33,6 @@ CONNECT_TIMEOUT_S = 5.0
 # A host connects to many others at once, and some connections wait.
 ALL_CONNECTIONS_TIMEOUT_S = 10 * CONNECT_TIMEOUT_S
 MAX_CONNECTIONS = 32
-MAX_HOSTS = 1024  # that may connect at once
 # The default port of torchrun and many scripts.
 DEFAULT_PORT = 29500
 
@@ -126,8 +125,8 @@ def open_listeners() -> list[socket.socket]:
     servers = []
     for port in (0, DEFAULT_PORT):
         try:
-            servers.append(socket.create_server(("", port), backlog=MAX_HOSTS))  # the system accepts connections
-        except OSError:
+            servers.append(open_listener(port, loopback_only=False))  # the system accepts connections
+        except RendezvousError:
             continue
     return servers
 

@@ -1,17 +1,15 @@
 """The state of an elastic training: committed, restored, synchronized, and saved when the job must stop."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dualdist import api, logging, session
-from dualdist.checkpoint.disk_task import error_message, raise_problem
+from dualdist.checkpoint.disk_task import ROOT, raised_on_all_ranks
 from dualdist.checkpoint.state import StateCopy, check_part_names, has_state
 from dualdist.collectives.broadcast_state import (
     allgather_object,
@@ -25,12 +23,12 @@ from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import forget_names
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import get_wrapper, move_to_group
+from dualdist.elastic.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
 from dualdist.errors import CheckpointError, UsageError
-from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
 from dualdist.utils.variables import NOTICE, REQUEUE
 
 LAST_STEP = "last-step"  # key in a session's extras
-ROOT = 0
+SYNC = "elastic.sync"
 
 
 class Stopped(SystemExit):
@@ -131,6 +129,8 @@ class State:
         self._keep = keep
         self._names = tuple(parts)
         self._commits = 0
+        # Whether sync() saves what it broadcasts: those that lose a rank before the first commit begin with that again.
+        self._saves_start = path is None
         self._copy: StateCopy | None = None
         self._callbacks: list[Callable[[], Any]] = []
         for name, part in parts.items():
@@ -173,6 +173,7 @@ class State:
             logging.print(f"dualdist: {message} (exit code {REQUEUE})", file=sys.stderr)
             raise Stopped(message)
         if kind == CHANGE:
+            self._gather_sharded_state()
             raise RanksChanged(reason)
 
     def save(self) -> None:
@@ -199,10 +200,11 @@ class State:
         """Load the newest valid checkpoint on all ranks, or else broadcast rank 0's state; every rank calls this."""
         self._commits = 0  # as on a rank that has just started
         values = None if self._path is None else api.load_checkpoint(self._path, **self._objects())
+        is_start = values is None
         if values is None:
             values = broadcast_state(session.current().world, self._parts())
         self._set_values(values)
-        if self._path is None:
+        if is_start and self._saves_start:
             self.save()
 
     def on_reset(self) -> None:
@@ -212,8 +214,9 @@ class State:
 
     def _gather_sharded_state(self) -> None:
         """Give every rank all of the optimizers' state before the ranks change; with a path it was saved."""
-        optimizers = [part for part in self._objects().values() if isinstance(part, torch.optim.Optimizer)]
-        for optimizer in optimizers if self._path is None else ():
+        if self._path is not None:
+            return
+        for optimizer in self._optimizers():
             wrapper = get_wrapper(optimizer)
             if wrapper is not None and wrapper.sharding is not None:
                 copy = StateCopy.create({"optimizer": optimizer}, session.current().device)
@@ -225,9 +228,9 @@ class State:
 
     def _rebind_optimizers(self) -> None:
         """Let the wrapped optimizers reduce in the new world group."""
-        optimizers = [part for part in self._objects().values() if isinstance(part, torch.optim.Optimizer)]
-        forget_names(chain.from_iterable(map(optimizer_params, optimizers)))  # until sync()
-        move_to_group(optimizers, session.current().world)
+        for optimizer in self._optimizers():
+            forget_names(optimizer_params(optimizer))  # until sync()
+        move_to_group(self._optimizers(), session.current().world)
 
     def _listen(self) -> None:
         """Handle stop signals if a later job can resume."""
@@ -236,6 +239,9 @@ class State:
 
     def _parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part for part in self._parts().values() if isinstance(part, torch.optim.Optimizer)]
 
     def _objects(self) -> dict[str, Any]:
         return {name: part for name, part in self._parts().items() if has_state(part)}
@@ -265,26 +271,14 @@ def broadcast_state(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(part, torch.optim.Optimizer):
             broadcast_optimizer_state(group, part, ROOT)
         elif has_state(part):
-            with raised_on_all_ranks(group, name):
+            with raised_on_all_ranks(group, group.next_name(SYNC), UsageError, f"{name}: "):
                 state = part.state_dict() if group.rank == ROOT else None
             state = broadcast_object(group, state, ROOT)
-            with raised_on_all_ranks(group, name):
+            with raised_on_all_ranks(group, group.next_name(SYNC), UsageError, f"{name}: "):
                 if group.rank != ROOT or isinstance(part, Sampler):  # a sampler splits the rest among the new ranks
                     part.load_state_dict(state)
     plain = {name: part for name, part in parts.items() if not has_state(part)}
     return broadcast_object(group, plain, ROOT)
-
-
-@contextlib.contextmanager
-def raised_on_all_ranks(group: Group, name: str) -> Iterator[None]:
-    """Raise an error of the block, which is the program's own code, on all ranks; all of them run it."""
-    cause: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        cause = error
-    problem = "" if cause is None else f"{name}: {error_message(cause)}"
-    raise_problem(group, group.next_name("elastic.sync"), problem, UsageError, cause)
 
 
 def last_step() -> LastStep:

@@ -13,30 +13,25 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dualdist.backends.base import Backend, timeout_error
-from dualdist.backends.operation import Operation, Staged, Stages
+from dualdist.backends.operation import Operation, PerformedByCaller, Staged, Stages
 from dualdist.backends.wait_budget import BYTES_PER_S
 from dualdist.engine.latch import HARMLESS, Latch
 from dualdist.engine.monitor import Monitor
-from dualdist.errors import (
-    CLOSED,
-    CollectiveError,
-    DualdistError,
-    NotInitializedError,
-    RankLostError,
-)
-from dualdist.monitoring.process_state import OUR_THREADS
-from dualdist.utils.deadline import Deadline
+from dualdist.errors import CLOSED, CollectiveError, DualdistError, NotInitializedError, RankLostError
+from dualdist.liveness.process_state import OUR_THREADS
+from dualdist.utils.deadline import Deadline, ProgressLimit
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-# Of the allreduce of a bucket: its optimizer, layout and index, and its elements without the flags.
+# The name of a bucket's allreduce: its optimizer, layout and index, and its elements without the flags.
 BUCKET_NAME = re.compile(r"gradients\.\d+\.\d+\.(\d+)/(\d+)")
-# Longest time in C++ code, after which signals, lost ranks and limits are looked at.
+# The longest wait inside a transport; then the wait loop looks at signals, lost ranks and time limits.
 SLICE_S = 0.2
 # Seconds that close() waits for the progress thread.
 DRAIN_S = 2.0
@@ -48,7 +43,7 @@ class Transfer:
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         self.kind, self.name = kind, name
-        self.nbytes = tensor.numel() * tensor.element_size()  # of a sparse tensor there is no nbytes
+        self.nbytes = tensor.numel() * tensor.element_size()  # sparse tensors have no nbytes
         self._tensor = tensor.dtype, tuple(tensor.shape)
 
     def __str__(self) -> str:
@@ -105,6 +100,11 @@ class Work(Generic[T]):
         assert self.operation is not None
         return self.operation.result
 
+    def is_of_handler(self, error: Exception) -> bool:
+        """Return True for an exception of a signal handler, which leaves the operation as it is: one may wait again."""
+        is_own = isinstance(error, DualdistError) or (self.operation is not None and self.operation.failure is error)
+        return not is_own and threading.current_thread() is threading.main_thread()
+
     def end(self, error: BaseException | None) -> None:
         """Mark it as done."""
         if not self.is_done:
@@ -139,17 +139,23 @@ class Channel:
         self.latch = latch or Latch(backend, monitor, timeout_s)
         if latch is not None:
             latch.add(backend)
+        backend.on_late = self.latch.fail
+        if monitor.probe is not None:
+            monitor.probe.add_channel(self)
         # Called with "begun" or "done" and a Transfer; a group adds the events of its collectives.
         self.observers: list[Observer] = []
         self.source: Callable[[], float | None] | None = None  # see attend()
         self._wait_budget_s = backend.wait_budget_s if wait_budget_s is None else wait_budget_s
+        self.started = 0  # operations
         self._queue: deque[Work[Any]] = deque()
-        self._blocking = Work(self, "an operation that its caller performs", lambda _: Blocking(), timeout_s)
-        self._blocking.operation = Blocking()
+        self._blocking = Work(self, "an operation that its caller performs", lambda _: PerformedByCaller(), timeout_s)
+        self._blocking.operation = PerformedByCaller()
         self._ended = 0
-        self._lock = threading.RLock()  # of the queue, and of what begins
-        self._turn = threading.RLock()  # of the thread that advances
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.RLock()  # guards the queue, and what begins
+        self._turn = threading.RLock()  # held by the thread that advances
+        # Entered as a lock: Condition.__enter__ is Python, and a signal handler that raises in it leaves it locked.
+        self._change_lock = threading.RLock()
+        self._changed = threading.Condition(self._change_lock)
         self._waiters = 0  # threads that wait for another one's progress
         self._programs = 0  # threads in wait()
         self._thread: threading.Thread | None = None
@@ -190,6 +196,7 @@ class Channel:
         if self.observers and isinstance(what, Transfer):
             self._observe(work, what)
         is_first = not self._queue
+        self.started += 1
         with self._lock:
             self._queue.append(work)
             self._begin_admitted()
@@ -209,14 +216,13 @@ class Channel:
     def _observe(self, work: Work[Any], transfer: Transfer) -> None:
         """Notify the observers that a transfer begins, and of its end."""
         observers = list(self.observers)
-        for observe in observers:
-            observe("begun", transfer)
 
-        def end() -> None:
+        def notify(event: str) -> None:
             for observe in observers:
-                observe("done", transfer)
+                observe(event, transfer)
 
-        work.on_end = end
+        notify("begun")
+        work.on_end = partial(notify, "done")
 
     def run(
         self, what: object, begin: Callable[[Backend], Operation[T] | Stages[T]], *, timeout_s: float | None = None
@@ -235,64 +241,63 @@ class Channel:
             raise
 
     def _begin_admitted(self) -> None:
-        """Begin what the operations before it admit; called with the lock held."""
-        queue = self._queue
-        index = len(queue)
-        while index and queue[index - 1].operation is None:
-            index -= 1
-        while index < len(queue):
-            if index and (last := queue[index - 1].operation) is not None and not last.admits_next:
-                return
-            work = queue[index]
-            try:
-                work.begin(self.backend)
-            except HARMLESS as error:
-                work.end(self.monitor.describe(error, work.what))
-                queue.remove(work)
-                continue
-            except BaseException as error:
-                described = self.monitor.describe(error, work.what)
-                described.__cause__ = error.__cause__
-                self._give_up(work, described)
-                if not isinstance(error, Exception):
-                    raise
-                return
-            index += 1
+        """Begin what the operations before it admit."""
+        with self._lock:
+            queue = self._queue
+            index = len(queue)
+            while index and queue[index - 1].operation is None:
+                index -= 1
+            for work in list(queue)[index:]:
+                last = queue[index - 1].operation if index else None
+                if last is not None and not last.admits_next:
+                    return
+                try:
+                    work.begin(self.backend)
+                except BaseException as error:
+                    self._fail(work, error)
+                    if not isinstance(error, Exception):
+                        raise
+                    return
+                index += 1
 
     def advance(self) -> None:
         """Move what can be moved without waiting, unless another thread advances."""
-        if self._queue and self._turn.acquire(blocking=False):
-            try:
-                while self._queue and self._advance_first(0.0):
-                    pass
-            finally:
-                self._turn.release()
+        if self._queue:
+            self._advance_in_turn(0.0)
+
+    def _advance_in_turn(self, wait_s: float, until: Work[Any] | None = None, turn_s: float = 0.0) -> bool:
+        """Advance operations until one does not end within `wait_s`, or `until` is done.
+
+        Returns False if another thread advances them now, and does not stop within `turn_s`.
+        """
+        if not self._turn.acquire(blocking=turn_s > 0, timeout=turn_s if turn_s > 0 else -1):
+            return False
+        try:
+            while self._queue and not (until is not None and until.is_done) and self._advance_first(wait_s):
+                pass
+        finally:
+            self._turn.release()
+            self._notify()
+        return True
 
     def _advance_first(self, wait_s: float) -> bool:
         """Advance the first operation; return True if it has ended. Called by the thread whose turn it is."""
-        try:
-            work = self._queue[0]
-        except IndexError:  # another thread has given up all that was under way
+        work = self._first()
+        if work is None:  # another thread has given up all that was under way
             return False
         if not work.is_done:
             try:
-                if work.operation is None:  # those before it have ended
-                    with self._lock:
-                        self._begin_admitted()
-                    return not self._queue or self._queue[0] is not work
-                if not work.operation.advance(wait_s):
+                if work.operation is None or not work.operation.advance(wait_s):
+                    self._begin_admitted()  # this one, if those before it have ended, or the next one
                     return False
             except Exception as error:
-                # An exception of a signal handler leaves the operation as it is: a wait may be repeated.
-                is_its_own = work.operation is not None and work.operation.failure is error
-                can_be_handlers = threading.current_thread() is threading.main_thread()
-                if can_be_handlers and not isinstance(error, DualdistError) and not is_its_own:
+                if work.is_of_handler(error):
                     raise
-                self._end_first(work, self.monitor.describe(error, work.what), error.__cause__)
+                self._fail(work, error)
                 return True
             work.end(None)
         with self._lock:
-            if self._queue and self._queue[0] is work:
+            if self._first() is work:
                 self._queue.popleft()
                 self._ended += 1
             self._begin_admitted()
@@ -302,6 +307,11 @@ class Channel:
             self._notify()
         return True
 
+    def under_way(self) -> object | None:
+        """Return the operation that has begun and not ended, if any, whether or not a thread waits for it."""
+        first = self._first()
+        return None if first is None else first.what
+
     def _first(self) -> Work[Any] | None:
         """Return the first operation, which another thread may remove at any time."""
         try:
@@ -309,31 +319,29 @@ class Channel:
         except IndexError:
             return None
 
-    def _end_first(self, work: Work[Any], error: BaseException, cause: BaseException | None) -> None:
-        """Fail the first operation with this error, and, if it closes the latch, those behind it."""
-        error.__cause__ = cause
-        with self._lock:
-            if self._first() is work:  # else another thread has given it up
-                self._queue.popleft()
-                self._ended += 1
-        self.latch.record(error, work.what)
-        work.end(error)
-        if isinstance(error, HARMLESS):
-            with self._lock:
-                self._begin_admitted()
-        else:
-            self.abandon_all(error)
-            self.latch.report()
-        self._notify()
+    def _fail(self, work: Work[Any], error: BaseException) -> BaseException:
+        """Fail a work, and those behind it unless all ranks raise this error; return it with the operation's name.
 
-    def abandon_all(self, error: BaseException) -> None:
-        """Fail all operations of the queue."""
+        What was begun before may still end.
+        """
+        described = self.monitor.describe(error, work.what)
+        is_alone = isinstance(error, HARMLESS)
         with self._lock:
             works = list(self._queue)
-            self._queue.clear()
-        for work in works:
-            work.end(error)
+            failed = works[works.index(work) :] if work in works else []  # else another thread has failed it
+            failed = failed[:1] if is_alone else failed
+            for each in failed:
+                self._queue.remove(each)
+            self._ended += len(failed)
+        self.latch.record(described, work.what)
+        if not self._queue:
+            self.latch.report()
+        for each in failed:
+            each.end(described)
+        if is_alone:
+            self._begin_admitted()
         self._notify()
+        return described
 
     def wait(self, work: Work[T]) -> None:
         """Wait until the work is done: the one wait loop. An exception that leaves it leaves the queue as it is.
@@ -350,8 +358,7 @@ class Channel:
         try:
             self._wait(work)
         except CollectiveError as error:
-            described = self.monitor.describe(error, work.what)
-            self._give_up(work, described)
+            described = self._fail(work, error)
             if described is error:
                 raise
             raise described from error.__cause__
@@ -361,22 +368,12 @@ class Channel:
                 probe.leave(before)
 
     def _wait(self, work: Work[Any]) -> None:
-        deadline, progress = None, -1
+        limit = ProgressLimit()
         while not work.is_done:
-            if self._turn.acquire(blocking=False):
-                try:
-                    while self._queue and not work.is_done and self._advance_first(SLICE_S):
-                        pass
-                finally:
-                    self._turn.release()
-                    self._notify()
-            else:
+            if not self._advance_in_turn(SLICE_S, until=work):
                 self.wait_for_change(SLICE_S, work)
-            if work.is_done:
-                return
-            if deadline is None or progress != self._progress():
-                deadline, progress = Deadline(work.timeout_s), self._progress()
-            self.check(deadline, lambda: work.is_done)
+            if not work.is_done:
+                self.check(limit.deadline(work.timeout_s, self._progress()), lambda: work.is_done)
 
     def check(self, deadline: Deadline, has_ended: Callable[[], bool] = lambda: False) -> None:
         """Raise the error that ends a wait: the session was closed, a rank failed or ended, or the deadline passed.
@@ -402,36 +399,23 @@ class Channel:
             raise error
         raise timeout_error(deadline.timeout_s)
 
-    def _give_up(self, work: Work[Any], error: BaseException) -> None:
-        """Fail a work that its program no longer waits for, and all behind it; those before it may still end."""
-        with self._lock:
-            works = list(self._queue)
-            behind = works[works.index(work) :] if work in works else []
-            for _ in behind:
-                self._queue.pop()
-        self.latch.record(error, work.what)
-        if not self._queue:  # else what was begun before may still end
-            self.latch.report()
-        for each in behind:
-            each.end(error)
-        self._notify()
-
-    def _progress(self) -> int:
+    def _progress(self) -> tuple[int, int]:
+        """Return numbers that change whenever something moves: operations that ended, and steps of the first one."""
         first = self._first()
-        return self._ended + (0 if first is None or first.operation is None else first.operation.steps)
+        return self._ended, 0 if first is None or first.operation is None else first.operation.steps
 
     def _notify(self) -> None:
         """Wake the threads that wait for another one's progress."""
         if self._waiters:
-            with self._changed:
+            with self._change_lock:
                 self._changed.notify_all()
 
     def wait_for_change(self, seconds: float, work: Work[Any] | None = None) -> None:
         """Wait until another thread has ended an operation, or this one, at most for so many seconds."""
-        with self._changed:
+        with self._change_lock:
             self._waiters += 1
             try:
-                if work is None or not work.is_done:  # else its end may have found nobody to notify
+                if work is None or not work.is_done:  # it may have ended before this thread was a waiter
                     self._changed.wait(seconds)
             finally:
                 self._waiters -= 1
@@ -462,11 +446,9 @@ class Channel:
 
     def finish(self, operation: Operation[Any]) -> None:
         """Wait for an operation that this thread has begun after enter()."""
-        deadline, progress = None, -1
+        limit = ProgressLimit()
         while not operation.advance(SLICE_S):
-            if deadline is None or progress != operation.steps:
-                deadline, progress = Deadline(self.timeout_s), operation.steps
-            self.check(deadline, lambda: operation.advance(0.0))
+            self.check(limit.deadline(self.timeout_s, operation.steps), lambda: operation.advance(0.0))
 
     def attend(self) -> None:
         """Let the progress thread advance what is under way, and then what `source` begins.
@@ -474,7 +456,7 @@ class Channel:
         `source` begins the next operation if there is one; it returns the seconds after which it wants to be asked
         again, None if something must happen first, after which attend() is called.
         """
-        with self._changed:
+        with self._change_lock:
             self._must_attend = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"{OUR_THREADS}progress", daemon=True)
@@ -484,7 +466,7 @@ class Channel:
     def _run(self) -> None:
         """Run the progress thread."""
         while self.latch.is_open:
-            with self._changed:
+            with self._change_lock:
                 if not self._must_attend:
                     if self.latch.is_open:  # attend() and close() notify
                         self._changed.wait()
@@ -493,7 +475,7 @@ class Channel:
             self._advance_in_background()
 
     def _advance_in_background(self) -> None:
-        deadline, progress = None, -1
+        limit = ProgressLimit()
         while self.latch.is_open:
             if not self._queue:
                 pause_s = None if self.source is None else self.source()
@@ -502,38 +484,20 @@ class Channel:
                         return
                     self.wait_for_change(pause_s)
                     continue
+            self._advance_in_turn(SLICE_S, turn_s=SLICE_S)  # unless a program that advances has the turn
             first = self._first()
-            if not self._turn.acquire(timeout=SLICE_S):  # a program that advances for a moment has it
+            if first is None or self._programs:  # a program that waits looks at its own limit
                 continue
             try:
-                while self._queue and self._advance_first(SLICE_S):
-                    pass
-            finally:
-                self._turn.release()
-                self._notify()
-            if first is None or self._first() is not first or progress != self._progress():
-                now = self._first()
-                deadline, progress = Deadline(0.0 if now is None else now.timeout_s), self._progress()
-            elif deadline is not None and not self._programs:  # each of which looks at its own limit
-                try:
-                    self.check(deadline, lambda first=first: first.is_done)  # type: ignore[misc]
-                except (CollectiveError, NotInitializedError) as error:
-                    self._give_up(first, self.monitor.describe(error, first.what))
+                self.check(limit.deadline(first.timeout_s, self._progress()), lambda first=first: first.is_done)  # type: ignore[misc]
+            except (CollectiveError, NotInitializedError) as error:
+                self._fail(first, error)
 
     def close(self) -> None:
         """End the progress thread; what is under way fails. The latch is closed first."""
-        with self._changed:
+        with self._change_lock:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(DRAIN_S)
-        self.abandon_all(NotInitializedError(CLOSED))
-
-
-class Blocking(Operation[None]):
-    """Stands in the queue for an operation that a program performs itself: Channel.enter()."""
-
-    result = None
-    admits_next = False
-
-    def advance(self, wait_s: float) -> bool:
-        return False
+        while (first := self._first()) is not None:
+            self._fail(first, NotInitializedError(CLOSED))

@@ -22,7 +22,7 @@ from dualdist.errors import (
     UnsupportedError,
     UsageError,
 )
-from dualdist.monitoring.failed_exit import exit_if_continued
+from dualdist.liveness.failed_exit import exit_if_continued
 
 # Errors that are raised on all ranks alike, or before anything was sent: the channel goes on.
 HARMLESS = (MismatchError, UnsupportedError, UsageError, TrainingError)
@@ -45,7 +45,7 @@ class Latch:
         self._backends = [backend]
         self._monitor = monitor
         self._timeout_s = timeout_s
-        self._refused_since = 0.0  # first call after the failure, on the monotonic clock
+        self._refused_since = 0.0  # when the program first called after the failure, on the monotonic clock
         monitor.watch_failures(self.record_remote)
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError, RendezvousError, UnsupportedError
-from dualdist.monitoring.rank_probe import STORE_GONE, RankProbe, find_lost_ranks, find_silent_ranks, report_timeout
+from dualdist.liveness.rank_probe import STORE_GONE, RankProbe, find_lost_ranks, find_silent_ranks, report_timeout
 from dualdist.utils.suggest import format_ranks
 
 
@@ -49,17 +49,11 @@ class Monitor:
         elif self.probe is not None and isinstance(error, RankLostError):
             reported = self.probe.find_failure(self.scope)
             if reported is not None:
-                described: CollectiveError | UnsupportedError = CollectiveError(f"{what}: {reported}")
-                described.names_operation = True
-                return described
+                return _named(CollectiveError(f"{what}: {reported}"), error)
             gone = [] if error.ranks else find_lost_ranks(self.probe, self.ranks)
             message += f"; no answer from {format_ranks(gone)}" if gone else ""
             message += "; if its loop was shorter than this rank's, call dd.join() after the loop on every rank"
-        described = type(error)(message)
-        described.names_operation = True
-        if isinstance(error, RankLostError):
-            described.ranks = error.ranks  # type: ignore[union-attr]
-        return described
+        return _named(type(error)(message), error)
 
     def report_failure(self, cause: str) -> None:
         """Let the other ranks know that this one takes part in no further operation, and why."""
@@ -81,3 +75,12 @@ class Monitor:
             raise CollectiveTimeoutError(STORE_GONE) from error
         if silent:
             raise CollectiveTimeoutError(f"{format_ranks(silent)} stopped responding")
+
+
+def _named(described: CollectiveError | UnsupportedError, error: CollectiveError | UnsupportedError) -> BaseException:
+    """Return `described`, which names the operation of `error`, with the same cause and lost ranks."""
+    described.names_operation = True
+    described.__cause__ = error.__cause__
+    if isinstance(described, RankLostError) and isinstance(error, RankLostError):
+        described.ranks = error.ranks
+    return described

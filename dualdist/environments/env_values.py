@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dualdist.errors import TopologyError
 from dualdist.topology import Rendezvous, Topology
+from dualdist.utils.network_interfaces import is_loopback, without_brackets
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -127,7 +128,7 @@ class MainAddress:
 
     @property
     def is_loopback(self) -> bool:
-        return self.address in ("localhost", "::1") or self.address.startswith("127.")
+        return is_loopback(self.address)
 
 
 def get_main_address(environ: Mapping[str, str], variables: tuple[str, str] = MASTER) -> MainAddress | None:
@@ -142,7 +143,7 @@ def get_main_address(environ: Mapping[str, str], variables: tuple[str, str] = MA
     assert port is not None
     if not 0 < port < 65536:
         raise TopologyError(f"{variables[1]}={port}: a port is between 1 and 65535; set {variables[1]} to a free one")
-    return MainAddress(address, port, get_value(environ, AGENT_STORE) == "True")
+    return MainAddress(without_brackets(address), port, get_value(environ, AGENT_STORE) == "True")
 
 
 def read_topology(

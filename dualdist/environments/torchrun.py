@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from dualdist.environments.env_values import MASTER, LauncherVariables, find_present, get_value, read_topology
-from dualdist.topology import Topology
+from dualdist.topology import Rendezvous, Topology
+from dualdist.utils.variables import PLACE, SPAWN_RENDEZVOUS
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 VARIABLES = LauncherVariables(
@@ -24,6 +25,7 @@ OVERRIDE_VARIABLES = LauncherVariables(
 OVERRIDE_NEEDED = (OVERRIDE_VARIABLES.rank, OVERRIDE_VARIABLES.size)
 OVERRIDE_ADDRESS = ("DUALDIST_ADDRESS", "DUALDIST_PORT")
 OVERRIDE_LAUNCHER = "DUALDIST_LAUNCHER"
+SPAWN = "spawn"
 
 
 def detect_torchrun(environ: Mapping[str, str]) -> Topology | None:
@@ -41,17 +43,29 @@ def detect_env(environ: Mapping[str, str]) -> Topology | None:
 
 
 def detect_override(environ: Mapping[str, str]) -> Topology | None:
-    """Read DUALDIST_RANK etc., set by the user or dd.spawn; MASTER_ADDR and MASTER_PORT may give the address."""
-    if not find_present(environ, OVERRIDE_NEEDED):
+    """Read DUALDIST_RANK etc., set by the user or dd.spawn; MASTER_ADDR and MASTER_PORT may give the address.
+
+    `dualdist run --min-ranks` tells the ranks where rank 0 listens. The ranks of a torchrun that a rank of dd.spawn
+    started are torchrun's: dd.spawn removes an outer torchrun's mark.
+    """
+    launcher = get_value(environ, OVERRIDE_LAUNCHER)
+    is_outer = launcher == SPAWN and get_value(environ, RUN_ID) is not None
+    if is_outer or not find_present(environ, OVERRIDE_NEEDED):
         return None
+    rendezvous: Rendezvous = "none"
+    if get_value(environ, PLACE) is not None:
+        rendezvous = "run"
+    elif get_value(environ, SPAWN_RENDEZVOUS) is not None:
+        rendezvous = "spawn"
     uses_master = find_present(environ, MASTER) and not find_present(environ, OVERRIDE_ADDRESS)
     return read_topology(
         environ,
         OVERRIDE_VARIABLES,
-        launcher=get_value(environ, OVERRIDE_LAUNCHER) or "override",
+        launcher=launcher or "override",
         needed=OVERRIDE_NEEDED,
         note="",
-        address=MASTER if uses_master else OVERRIDE_ADDRESS,
+        address=None if rendezvous != "none" else MASTER if uses_master else OVERRIDE_ADDRESS,
+        rendezvous=rendezvous,
     )
 
 

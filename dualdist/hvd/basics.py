@@ -2,24 +2,22 @@
 
 import inspect
 import itertools
-import json
 import os
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from dualdist import session
+from dualdist import session, trace
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.diagnostics.trace_format import process_name_event
-from dualdist.engine.channel import Transfer
 from dualdist.errors import UsageError
+from dualdist.hvd.common import ccl_built as ccl_built
+from dualdist.hvd.common import ddl_built as ddl_built
+from dualdist.hvd.common import gloo_built as gloo_built
+from dualdist.hvd.common import mpi_built as mpi_built
+from dualdist.hvd.common import nccl_built as nccl_built
 from dualdist.hvd.process_sets import (
     DYNAMIC,
     KEY,
@@ -32,12 +30,13 @@ from dualdist.hvd.process_sets import (
     global_process_set,
     register,
 )
+from dualdist.hvd.timeline import HorovodTimeline
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.variables import temporary_variables
 
 TIMELINE = "HOROVOD_TIMELINE"
 MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
-WAIT_FOR_START = "DYNAMIC"  # as a timeline: none until start_timeline()
+WAIT_FOR_START = "DYNAMIC"  # a value of HOROVOD_TIMELINE: no trace before start_timeline()
 
 
 def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -69,6 +68,7 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
         # A real Horovod reads the variable when it starts.
         with temporary_variables(os.environ, {DYNAMIC: "1"} if is_dynamic else {}):
             # Horovod leaves torch.distributed's default group to the program.
+            session.add_observer(trace.ASKED_BY_VARIABLES)
             session.init(os.environ.get(BACKEND) or "native", sets_default_group=False)
     try:
         _open_job(ranks, given, is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
@@ -108,8 +108,7 @@ def shutdown() -> None:
             for process_set in job.sets.values():
                 process_set.process_set_id = None
             global_process_set.process_set_id, global_process_set.ranks = 0, []
-            if job.timeline is not None:
-                job.timeline.close()
+            job.set_timeline(None)
     finally:
         session.shutdown()
 
@@ -216,22 +215,14 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         file_path: of the trace.
         mark_cycles: show when the ranks exchange requests.
     """
-    job = current()
     stop_timeline()
-    if job.base.rank == 0:
-        job.timeline = HorovodTimeline(file_path, mark_cycles=mark_cycles)
-        for group in job.groups.values():
-            job.observe(group)
+    if current().base.rank == 0:
+        current().set_timeline(HorovodTimeline(file_path, mark_cycles=mark_cycles))
 
 
 def stop_timeline() -> None:
     """Complete the trace that start_timeline() began, if any."""
-    job = current()
-    if job.timeline is not None:
-        job.timeline.close()
-        job.timeline = None
-    for group in job.groups.values():
-        job.observe(group)
+    current().set_timeline(None)
 
 
 def mpi_threads_supported() -> bool:
@@ -246,34 +237,9 @@ def mpi_enabled() -> bool:
     return session.is_open() and session.current().backend.transport == "mpi"
 
 
-def mpi_built() -> bool:
-    """Return True if the backend in use, or native before hvd.init(), has MPI."""
-    return bool(session.built_with()["mpi"])
-
-
 def gloo_enabled() -> bool:
     """Return True if MPI is not the transport of CPU tensors."""
     return session.is_open() and session.current().backend.transport != "mpi"
-
-
-def gloo_built() -> bool:
-    """Return True if the backend in use, or native before hvd.init(), has Gloo."""
-    return bool(session.built_with()["gloo"])
-
-
-def nccl_built() -> int:
-    """Return the version of the NCCL that the backend in use has, such as 21805, or 0."""
-    return session.built_with()["nccl"]
-
-
-def ddl_built() -> bool:
-    """Return False: IBM's DDL is not supported."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: Intel's oneCCL is not supported."""
-    return False
 
 
 def cuda_built() -> bool:
@@ -286,67 +252,6 @@ def rocm_built() -> bool:
     return torch.version.hip is not None
 
 
-class HorovodTimeline:
-    """Horovod's trace of the negotiation and execution of each collective, by tensor, in Chrome's format.
-
-    Gradients are shown by bucket, from the start of the reduction to when this rank sees its end. Events are written as
-    they happen; chrome://tracing also loads the file before close() completes it.
-    """
-
-    def __init__(self, path: str, *, mark_cycles: bool) -> None:
-        self._mark_cycles = mark_cycles
-        self._lock = threading.Lock()
-        self._rows: dict[str, int] = {}
-        self._start = time.monotonic()
-        self._file: IO[str] | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (open until close())
-        since_epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
-        self._file.write("[\n" + json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}))
-
-    def __call__(self, event: str, request: CollectiveRequest | Transfer | None) -> None:
-        """Record an event of a collective, or of the reduction of a bucket: see Channel.observers."""
-        with self._lock:
-            if isinstance(request, Transfer):
-                row = self._row(f"{request.kind}.{request.name}")
-                self._emit("B", row, name=request.kind.upper()) if event == "begun" else self._emit("E", row)
-                return
-            if request is None:
-                if self._mark_cycles:
-                    self._emit("i", 0, name="CYCLE_START", s="g")
-                return
-            kind = request.kind.removeprefix("grouped_")
-            row, phase = self._row(f"{kind}.{request.name}"), kind.upper()
-            if event == "entered":
-                self._emit("B", row, name=f"NEGOTIATE_{phase}")
-            elif event == "agreed":
-                self._emit("E", row)
-                self._emit("B", row, name=phase)
-            else:
-                self._emit("E", row)
-
-    def close(self) -> None:
-        """Complete the file and ignore later events."""
-        with self._lock:
-            if self._file is not None:
-                self._file.write("\n]\n")
-                self._file.close()
-                self._file = None
-
-    def _row(self, name: str) -> int:
-        """Return the number of a tensor's row, named in the trace when it is new."""
-        if name not in self._rows:
-            self._rows[name] = len(self._rows) + 1
-            self._write(process_name_event(self._rows[name], name))
-        return self._rows[name]
-
-    def _emit(self, phase: str, row: int, **fields: Any) -> None:
-        self._write({"ph": phase, "pid": row, "ts": int((time.monotonic() - self._start) * 1e6), **fields})
-
-    def _write(self, event: dict[str, Any]) -> None:
-        if self._file is not None:  # else it is complete
-            self._file.write(",\n" + json.dumps(event))
-            self._file.flush()
-
-
 class HorovodBasics:
     """The functions of this module as methods, for programs that use horovod.common.basics; nothing is loaded."""
 
@@ -355,6 +260,6 @@ class HorovodBasics:
 
     def __getattr__(self, name: str) -> Any:
         found = globals().get(name)
-        if not inspect.isfunction(found) or found.__module__ != __name__:
+        if not inspect.isfunction(found) or name.startswith("_"):
             raise AttributeError(name)
         return found

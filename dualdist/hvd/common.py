@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from dualdist import session
 from dualdist.errors import BackendError, CollectiveError, UsageError
+from dualdist.utils import accelerator
 from dualdist.utils.variables import temporary_variables
 
 EXTENSIONS = ["torch"]
@@ -57,26 +56,31 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return True if this process has a GPU."""
-    return extension_available(ext_base_name) and torch.cuda.is_available()
+    return extension_available(ext_base_name) and accelerator.kind() is not None
 
 
 def mpi_built(verbose: bool = False) -> bool:
+    """Return True if the backend in use, or native before hvd.init(), has MPI."""
     return bool(session.built_with()["mpi"])
 
 
 def gloo_built(verbose: bool = False) -> bool:
+    """Return True if the backend in use, or native before hvd.init(), has Gloo."""
     return bool(session.built_with()["gloo"])
 
 
 def nccl_built(verbose: bool = False) -> int:
+    """Return the version of the NCCL that the backend in use has, such as 21805, or 0."""
     return session.built_with()["nccl"]
 
 
 def ddl_built(verbose: bool = False) -> bool:
+    """Return False: IBM's DDL is not supported."""
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
+    """Return False: Intel's oneCCL is not supported."""
     return False
 
 

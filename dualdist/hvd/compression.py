@@ -40,8 +40,11 @@ class FP16Compressor(Compressor):
     decompress = staticmethod(CASTS["fp16"].decompress)
 
 
-class Compression:
-    """The available compressors."""
+class HorovodCompression:
+    """The available compressors; a program calls it hvd.Compression."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+Compression = HorovodCompression

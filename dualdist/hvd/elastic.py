@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import os
 import queue
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from enum import IntFlag
-from itertools import cycle, islice
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ import torch.utils.data
 
 from dualdist import logging, session
 from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, is_elastic, watch_hosts
+from dualdist.data.sampler import EpochShare
 from dualdist.ddp.optimizer import move_to_group
 from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import CollectiveError, DualdistError, MismatchError
@@ -46,11 +46,11 @@ class HostUpdateResult(IntFlag):
 
 
 class WorkerNotificationManager:
-    """Notifies states of the host changes that horovodrun's elastic driver reports."""
+    """Notifies states of the changes that `dualdist run` or horovodrun's elastic driver reports."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: set[State] = set()
+        self._listeners: set[HorovodState] = set()
         self._hears = False
 
     def init(
@@ -66,16 +66,20 @@ class WorkerNotificationManager:
         given[LOCAL_RANK] = local_rank
         environ = {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
         with self._lock:
-            if self._hears or not is_elastic(environ):
+            agent = session.elastic_agent()
+            if self._hears or (agent is None and not is_elastic(environ)):
                 return
-            watch_hosts(environ, lambda timestamp, how: self.handle_hosts_updated(timestamp, HostUpdateResult(how)))
+            if agent is not None:
+                agent.watch(lambda reason: self.handle_hosts_updated(time.time(), HostUpdateResult.added))
+            else:
+                watch_hosts(environ, lambda timestamp, how: self.handle_hosts_updated(timestamp, HostUpdateResult(how)))
             self._hears = True
 
-    def register_listener(self, listener: State) -> None:
+    def register_listener(self, listener: HorovodState) -> None:
         with self._lock:
             self._listeners.add(listener)
 
-    def remove_listener(self, listener: State) -> None:
+    def remove_listener(self, listener: HorovodState) -> None:
         with self._lock:
             self._listeners.remove(listener)
 
@@ -90,8 +94,8 @@ class WorkerNotificationManager:
 notification_manager = WorkerNotificationManager()
 
 
-class State:
-    """The state that all ranks of a job share; subclasses implement save, restore and sync.
+class HorovodState:
+    """The state that all ranks of a job share, which Horovod calls State; subclasses implement save, restore and sync.
 
     Args:
         bcast_object: returns rank 0's object on every rank.
@@ -153,7 +157,10 @@ class State:
         """Prepare for another set of ranks, before sync()."""
 
 
-class ObjectState(State):
+State = HorovodState
+
+
+class ObjectState(HorovodState):
     """A state of picklable objects, which are attributes."""
 
     def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int], **kwargs: Any) -> None:
@@ -191,20 +198,24 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
     """
 
     @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+    def wrapper(state: HorovodState, *args: Any, **kwargs: Any) -> R:
         notification_manager.init()
         notification_manager.register_listener(state)
-        in_sync = False
+        in_sync = has_changed = False
         try:
             while True:
                 try:
+                    if has_changed:
+                        state.on_reset()
                     if not in_sync:
                         state.sync()
+                    session.note_state()
                     return func(state, *args, **kwargs)
-                except (HorovodInternalError, CollectiveError) as error:  # the latter from autograd hooks
+                except (HorovodInternalError, CollectiveError) as error:  # autograd hooks raise CollectiveError
                     if isinstance(error, MismatchError) or isinstance(error.__cause__, MismatchError):
                         raise
                     why = str(error)
+                    session.note_timeout(error.__cause__ or error)
                     state.restore()
                     in_sync = False
                 except HostsUpdatedInterrupt as update:
@@ -216,7 +227,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                 # that came back meanwhile.
                 state._host_messages = queue.Queue()
                 reset()
-                state.on_reset()
+                has_changed = True
         finally:
             notification_manager.remove_listener(state)
 
@@ -287,13 +298,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
         self.remaining_indices = indices[self.processed_num :]
-        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.num_samples = len(self._share())
         self.total_size = self.num_samples * self.num_replicas
 
+    def _share(self) -> EpochShare:
+        """Return this rank's share of the rest, whose first indices are repeated where it does not divide evenly."""
+        return EpochShare(len(self.remaining_indices), 0, self.rank, self.num_replicas, "pad")
+
     def __iter__(self) -> Iterator[int]:
-        # Repeats the first indices where the rest does not divide evenly.
-        padded = list(islice(cycle(self.remaining_indices), self.total_size))
-        self.indices = padded[self.rank :: self.num_replicas]
+        rest = torch.tensor(self.remaining_indices, dtype=torch.int64, device="cpu")
+        self.indices = self._share().indices(rest).tolist()
         return iter(self.indices)
 
     def __len__(self) -> int:
@@ -385,7 +399,7 @@ class TorchState(ObjectState):
             handlers, anything else is pickled.
     """
 
-    _registry: ClassVar[Registry] = [  # which programs may replace
+    _registry: ClassVar[Registry] = [  # set_handler_registry() replaces it
         (torch.nn.Module, ModelStateHandler),
         (torch.optim.Optimizer, OptimizerStateHandler),
         (ElasticSampler, SamplerStateHandler),

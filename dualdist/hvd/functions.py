@@ -48,18 +48,32 @@ def broadcast_optimizer_state(
     """Give every rank's optimizer the state and options of that of `root_rank`; every rank calls this.
 
     The optimizer does not step, unlike Horovod's: the weights, and the state of a fresh optimizer, do not change.
+    Parameters of an optimizer without state that had no gradient have one of zeros afterwards, as in Horovod.
 
     Args:
         optimizer: of the same class and for as many parameters on every rank; not LBFGS.
         root_rank: a rank of the job.
-        model: ignored.
+        model: those of its embeddings that have sparse gradients get a sparse one.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("the state of LBFGS is not broadcast: broadcast the parameters before its first step")
     with horovods_errors():
         job = current()
         require_whole_state(optimizer, "broadcast before dd.wrap_optimizer, or load a checkpoint")
+        is_fresh = not optimizer.state
         broadcast_state.broadcast_optimizer_state(job.base, optimizer, job.job_rank(root_rank))
+    if is_fresh:
+        _add_zero_gradients(optimizer, model)
+
+
+def _add_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    modules = [] if model is None else [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+    sparse = {id(module.weight) for module in modules if module.sparse}
+    for param in broadcast_state.optimizer_params(optimizer):
+        if param.requires_grad and param.grad is None:
+            zeros = torch.zeros_like(param)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(param) in sparse
+            param.grad = zeros.to_sparse() if is_sparse else zeros
 
 
 def broadcast_object(

@@ -17,27 +17,27 @@ from dualdist.collectives.handle import Collective
 from dualdist.ddp.join import join as join_group
 from dualdist.errors import UsageError
 from dualdist.hvd import basics
-from dualdist.hvd.basics import ccl_built as ccl_built
 from dualdist.hvd.basics import cross_rank as cross_rank
 from dualdist.hvd.basics import cross_size as cross_size
 from dualdist.hvd.basics import cuda_built as cuda_built
-from dualdist.hvd.basics import ddl_built as ddl_built
-from dualdist.hvd.basics import gloo_built as gloo_built
 from dualdist.hvd.basics import gloo_enabled as gloo_enabled
 from dualdist.hvd.basics import is_homogeneous as is_homogeneous
 from dualdist.hvd.basics import is_initialized as is_initialized
 from dualdist.hvd.basics import local_rank as local_rank
 from dualdist.hvd.basics import local_size as local_size
-from dualdist.hvd.basics import mpi_built as mpi_built
 from dualdist.hvd.basics import mpi_enabled as mpi_enabled
 from dualdist.hvd.basics import mpi_threads_supported as mpi_threads_supported
-from dualdist.hvd.basics import nccl_built as nccl_built
 from dualdist.hvd.basics import rank as rank
 from dualdist.hvd.basics import rocm_built as rocm_built
 from dualdist.hvd.basics import size as size
 from dualdist.hvd.basics import start_timeline as start_timeline
 from dualdist.hvd.basics import stop_timeline as stop_timeline
 from dualdist.hvd.common import HorovodInternalError, get_average_backwards_compatibility_fun, horovods_errors
+from dualdist.hvd.common import ccl_built as ccl_built
+from dualdist.hvd.common import ddl_built as ddl_built
+from dualdist.hvd.common import gloo_built as gloo_built
+from dualdist.hvd.common import mpi_built as mpi_built
+from dualdist.hvd.common import nccl_built as nccl_built
 from dualdist.hvd.compression import Compression, Compressor
 from dualdist.hvd.process_sets import ProcessSet as ProcessSet
 from dualdist.hvd.process_sets import add_process_set as add_process_set

@@ -2,15 +2,23 @@
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from dualdist import session
-from dualdist.ddp.bucket_plan import GradientOp, ReducerConfig
 from dualdist.ddp.compression import CASTS, AnyCompressor, resolve_compressor
-from dualdist.ddp.optimizer import get_sent_bytes, get_wrapper, names_by_id, unwrap_optimizer, wrap_optimizer
+from dualdist.ddp.config import GradientOp, ReducerConfig
+from dualdist.ddp.optimizer import (
+    OptimizerWrapper,
+    get_sent_bytes,
+    get_wrapper,
+    names_by_id,
+    unwrap_optimizer,
+    wrap_optimizer,
+)
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
 from dualdist.hvd.common import horovods_errors, split_list
@@ -69,8 +77,7 @@ def DistributedOptimizer(
     if num_groups != 0:
         warnings.warn("num_groups is deprecated in Horovod: pass groups=... instead", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: backward_passes_per_step must be > 0")
+    _require_passes(backward_passes_per_step)
     if op not in GRADIENT_OPS:
         raise UsageError(f"op={op!r}: gradients are reduced by Average, Sum or Adasum")
     named = _named(optimizer, named_parameters)
@@ -88,7 +95,7 @@ def DistributedOptimizer(
     group = group_of(process_set)
     before = getattr(optimizer, CONTROLS, None)
     if before is not None:
-        before.undo()
+        before.undo(optimizer)
     unwrap_optimizer(optimizer)
     if group.is_member:
         with horovods_errors():
@@ -114,44 +121,48 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    session.record_steps(optimizer, get_sent_bytes)
+    session.announce_optimizer(optimizer, session.SentGradients(None, get_sent_bytes))
     return optimizer
 
 
 class _Controls:
     """The methods that DistributedOptimizer adds to an optimizer.
 
-    They are attributes of this optimizer object, beside those `known`; copies and pickles of it have none of them.
+    They are attributes of this optimizer object, beside those `known`; copies and pickles of it have none of them. They
+    refer to it weakly: an optimizer that a program drops is freed at once, and not by a later garbage collection.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, skips: bool, **known: Any) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self._skips = skips
         self._is_synchronized = False
-        self._attributes = known | {
+        attributes = known | {
             CONTROLS: self,
             "synchronize": self.synchronize,
             "skip_synchronize": self.skip_synchronize,
             "set_backward_passes_per_step": self.set_backward_passes_per_step,
         }
-        for name, value in self._attributes.items():
+        for name, value in attributes.items():
             setattr(optimizer, name, value)
+        self._names = tuple(attributes)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
-    def undo(self) -> None:
+    def undo(self, optimizer: torch.optim.Optimizer) -> None:
         self._hook.remove()
-        for name in self._attributes:
-            delattr(self._optimizer, name)
+        for name in self._names:
+            delattr(optimizer, name)
+
+    def _wrapper(self) -> OptimizerWrapper | None:
+        """Return the optimizer's wrapper; None for a rank outside of the process set."""
+        return get_wrapper(self._optimizer())
 
     def synchronize(self) -> None:
         """Reduce the gradients, also after fewer backward passes than backward_passes_per_step.
 
         Every rank of the process set calls this. With op=Adasum it does nothing: the step does.
         """
-        if not self._skips:
-            return
-        wrapper = get_wrapper(self._optimizer)
-        if wrapper is not None:
+        wrapper = self._wrapper()
+        if self._skips and wrapper is not None:
             wrapper.reducer.synchronize()
             self._is_synchronized = True
 
@@ -160,27 +171,26 @@ class _Controls:
         """Return a context in which step() uses the gradients as they are; AssertionError with op=Adasum."""
         if not self._skips:
             raise AssertionError("skip_synchronize() is not for op=Adasum, where it is the steps that are combined")
-        wrapper = get_wrapper(self._optimizer)
-        if wrapper is None:
-            yield
-            return
-        wrapper.skip_reduction = True
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            wrapper.skip_reduction = True
         try:
             yield
         finally:
-            wrapper.skip_reduction = False
+            if wrapper is not None:
+                wrapper.skip_reduction = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients in every `passes`-th backward pass from now on; every rank of the set calls this."""
-        if passes <= 0:
-            raise UsageError(f"backward_passes_per_step={passes}: backward_passes_per_step must be > 0")
-        self._optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
-        wrapper = get_wrapper(self._optimizer)
+        _require_passes(passes)
+        optimizer: Any = self._optimizer()
+        optimizer.backward_passes_per_step = passes
+        wrapper = self._wrapper()
         if wrapper is not None:
             wrapper.reducer.accumulate = passes
 
     def _before_step(self, *_: Any) -> None:
-        wrapper = get_wrapper(self._optimizer)
+        wrapper = self._wrapper()
         if self._is_synchronized and wrapper is not None and not wrapper.skip_reduction:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
@@ -189,6 +199,11 @@ class _Controls:
                 stacklevel=3,
             )
         self._is_synchronized = False
+
+
+def _require_passes(passes: int) -> None:
+    if passes <= 0:
+        raise UsageError(f"backward_passes_per_step={passes}: backward_passes_per_step must be > 0")
 
 
 def _named(

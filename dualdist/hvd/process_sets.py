@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dualdist import session
 from dualdist.collectives.group import Group
 from dualdist.collectives.handle import Handle
 from dualdist.errors import NotInitializedError, UsageError
 from dualdist.hvd.common import HorovodInternalError
+from dualdist.hvd.timeline import HorovodTimeline
 
-if TYPE_CHECKING:
-    from dualdist.hvd.basics import HorovodTimeline
-
-KEY = "hvd"  # of a HorovodSession in a session's extras
+KEY = "hvd"  # key in a session's extras
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 WHERE = f'only after hvd.init(process_sets="dynamic"), or where {DYNAMIC}=1 was set before it'
 
@@ -42,12 +40,23 @@ class HorovodSession:
     groups: dict[int, Group]
     sets: dict[int, ProcessSet]
     pending: dict[int, Handle[Any]] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of handles; threads share it
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # the handles', for all threads
     timeline: HorovodTimeline | None = None
+
+    def set_timeline(self, timeline: HorovodTimeline | None) -> None:
+        """Complete the timeline before, if any, and show all groups' events in this one."""
+        if self.timeline is not None:
+            for group in self.groups.values():
+                group.observers.remove(self.timeline)
+            self.timeline.close()
+        self.timeline = timeline
+        for group in self.groups.values():
+            self.observe(group)
 
     def observe(self, group: Group) -> None:
         """Show the group's events in the timeline, if there is one."""
-        session.set_observers(group, *([] if self.timeline is None else [self.timeline]))
+        if self.timeline is not None:
+            group.observers.append(self.timeline)
 
     def job_rank(self, rank: int) -> int:
         """Return the job's number of one of the ranks of hvd.init()."""

@@ -13,13 +13,16 @@ from dualdist.launch.spawn import call_pickled, choose_pickler, spawn_without_ma
 from dualdist.utils.horovod_names import FOLDER
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
+WITHOUT_MPI = (
+    "run() starts these ranks itself, without MPI, as for use_gloo; `mpirun -np 2 python -m dualdist.hvd script.py` "
+    "starts the ranks of a script with MPI"
+)
 ELASTIC_OPTIONS = "min_num_proc max_num_proc slots reset_limit cooldown_range host_discovery_script min_np max_np"
 # The reasons why options are refused unless they have their defaults.
 REFUSED = {
     **dict.fromkeys(ELASTIC_OPTIONS.split(), "ranks that come and go are not supported here"),
     "hostfile": "the ranks run on this host",
     "mpi_args": "no MPI starts these ranks",
-    "use_mpi": "no MPI starts these ranks",
     "output_filename": "the ranks print where this process prints",
 }
 
@@ -63,12 +66,13 @@ def run(
         args, kwargs: its arguments.
         num_proc: the number of ranks; `np` is its deprecated name.
         hosts: may name this host only, with enough slots, such as "localhost:2".
+        use_mpi: the ranks are started as with use_gloo, after a warning.
         start_timeout, ssh_port, ssh_identity_file, disable_cache, verbose, network_interface, network_interfaces:
             ignored.
 
     Raises:
         LaunchError: a rank failed; the others were ended. A RuntimeError with the rank and its traceback.
-        UsageError: an option that is not supported: elastic options, `use_mpi`, `mpi_args`, `output_filename`,
+        UsageError: an option that is not supported: elastic options, `mpi_args`, `output_filename`,
             `hostfile`, another `executable` or host. A ValueError.
     """
     given = dict(locals())
@@ -77,6 +81,10 @@ def run(
             raise UsageError(f"{name}={value!r}: {reason}; leave it out ({INSTEAD})")
     if executable not in (None, sys.executable):
         raise UsageError(f"executable={executable!r}: the ranks run by {sys.executable}, as this process does")
+    if use_gloo and use_mpi:
+        raise UsageError("use_gloo and use_mpi exclude each other: give one of them")
+    if use_mpi:
+        warnings.warn(f"use_mpi=True: {WITHOUT_MPI}", UserWarning, stacklevel=2)
     if np is not None:
         warnings.warn("np is deprecated, use num_proc", DeprecationWarning, stacklevel=2)
         num_proc = np
@@ -88,7 +96,7 @@ def run(
 
 def _call(payload: bytes) -> bytes:
     if FOLDER in sys.path:
-        install()  # as in the caller, before what func needs is imported
+        install()  # the caller has the alias, too; before loading func imports what it needs
     return call_pickled(payload)
 
 
@@ -101,7 +109,7 @@ def _check_hosts(hosts: str, num_proc: int) -> None:
         host, _, slots = (part.strip() for part in text.rpartition(":"))
         if not (host and slots.isdigit()):
             raise UsageError(f"{text!r} in hosts: expected a host and its slots, as in 'localhost:2'")
-        if host not in own:
+        if host.strip("[]") not in own:
             raise UsageError(f"hosts: {host!r} is not this host ({name}), and run() starts ranks here only; {INSTEAD}")
         total += int(slots)
     if total < num_proc:

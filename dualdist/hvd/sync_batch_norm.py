@@ -3,27 +3,26 @@
 import torch
 
 from dualdist.collectives.group import Group
-from dualdist.ddp import sync_batch_norm
+from dualdist.ddp.sync_batch_norm import SyncBatchNorm as DualdistSyncBatchNorm
 from dualdist.hvd.common import horovods_errors
 from dualdist.hvd.process_sets import current
 
 
-class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
-    """dualdist.SyncBatchNorm over all ranks; unlike Horovod's it takes tensors on any device, and empty ones."""
+class HorovodSyncBatchNorm(DualdistSyncBatchNorm):
+    """dd.SyncBatchNorm over the ranks of hvd.init(), with Horovod's errors; a program calls it hvd.SyncBatchNorm.
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+    Unlike Horovod's it takes tensors on any device, and empty ones.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with horovods_errors():
             return super().forward(input)
 
-    def _everybody(self) -> Group:
+    def _all_ranks(self) -> Group:
         return current().base
+
+    def _get_name(self) -> str:
+        return "SyncBatchNorm"  # in the text of a model
+
+
+SyncBatchNorm = HorovodSyncBatchNorm

@@ -5,18 +5,22 @@ from collections.abc import Container, Mapping
 from dualdist.backends import registry
 from dualdist.environments import slurm
 from dualdist.environments.env_values import get_integer
-from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import BACKEND_VARIABLE, TRANSPORT_VARIABLE, VARIABLE_NAME
-from dualdist.launch.launchers import ELASTIC_LAUNCHER
+from dualdist.launch.launchers import DEFAULT_LAUNCHER
+from dualdist.launch.launchers.horovodrun import HOROVODRUN
+from dualdist.launch.launchers.mpirun import MPIRUN
+from dualdist.launch.launchers.spawn import SPAWN
+from dualdist.launch.launchers.srun import SRUN
 from dualdist.launch.processes import JOB_MARK
+from dualdist.utils.control_channel import CONTROL_VARIABLE
 from dualdist.utils.redaction import is_secret
+from dualdist.utils.variables import THREADS
 
 SLURM_JOB = "SLURM_JOB_ID"
 SLURM_NODES = "SLURM_JOB_NUM_NODES"
 # Not set without --ntasks; Slurm then starts one task per node.
 SLURM_TASKS = "SLURM_NTASKS"
 SLURM_CPUS = "SLURM_CPUS_PER_TASK"
-THREADS = "OMP_NUM_THREADS"
 # The network interface of each library; MPI and horovodrun have options for it.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 # Variables forwarded to ranks on other hosts. The others belong to this host, or must not leave it.
@@ -42,24 +46,29 @@ def default_launcher(
     is_elastic: bool = False,
 ) -> tuple[str, str]:
     """Return the launcher for a job that names none, and the reason for it."""
-    if is_elastic:
-        return ELASTIC_LAUNCHER, "no --launcher was given and only this one goes on with fewer ranks"
     backend = backend or environ.get(BACKEND_VARIABLE) or None
+    if is_elastic and registry.uses_library(backend, registry.HOROVOD_LIBRARY):
+        return HOROVODRUN.name, f"no --launcher was given and only this one keeps ranks of {backend} when one is lost"
+    if is_elastic:
+        return SPAWN.name, "no --launcher was given and this one keeps the other ranks when one is lost"
     transport = transport or environ.get(TRANSPORT_VARIABLE)
     if registry.needs_mpi(backend, transport):
         setting, value = ("backend", backend) if registry.needs_mpi(backend, None) else ("transport", transport)
-        return "mpirun", f"no --launcher was given and the {setting} {value} needs one that starts MPI"
+        return MPIRUN.name, f"no --launcher was given and the {setting} {value} needs one that starts MPI"
     is_step = slurm.is_step(environ)
     if environ.get(SLURM_JOB) and not is_step:
-        return "srun", f"no --launcher was given and this is a Slurm allocation ({SLURM_JOB}={environ[SLURM_JOB]})"
+        return SRUN.name, f"no --launcher was given and this is a Slurm allocation ({SLURM_JOB}={environ[SLURM_JOB]})"
     if has_hosts:
         spec = registry.find(backend)
         owner = "torch's own" if spec is None else f"the backend {backend}'s own"
-        launcher = "torchrun" if spec is None else spec.launcher
+        launcher = DEFAULT_LAUNCHER if spec is None else spec.launcher
         return launcher, f"no --launcher was given, hosts were, and it is {owner}"
     if is_step:
-        return "torchrun", "no --launcher was given and srun started this process: a nested srun would wait for it"
-    return "torchrun", f"no --launcher was given and this is no Slurm allocation ({SLURM_JOB} is not set)"
+        return (
+            DEFAULT_LAUNCHER,
+            "no --launcher was given and srun started this process: a nested srun would wait for it",
+        )
+    return DEFAULT_LAUNCHER, f"no --launcher was given and this is no Slurm allocation ({SLURM_JOB} is not set)"
 
 
 def allocated_tasks(environ: Mapping[str, str]) -> tuple[int, str] | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
-from dualdist.launch.job import INSTALL_HINTS, Command, Mpi, Site
+from dualdist.launch.job import Command, Mpi, Site
+from dualdist.launch.launchers import PROGRAMS
 from dualdist.launch.launchers.mpirun import RSH_AGENT_VARIABLE
 from dualdist.launch.processes import signals_deferred, termination_raises
 from dualdist.utils.redaction import redact_command
@@ -27,7 +28,7 @@ GRACE_S = 5.0
 def find_site() -> Site:
     """Return what this machine offers, as if the environment of the running interpreter were activated."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    tools = {name: found for name in INSTALL_HINTS if (found := shutil.which(name, path=path))}
+    tools = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
     mpi: Mpi = "unknown"
     if "mpirun" in tools:
         _, version = run_command(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version")
@@ -50,7 +51,7 @@ def run_command(command: Command, *, timeout_s: float | None, what: str) -> tupl
     Ctrl-C and SIGTERM end them, too. LaunchError, in which `what` names the job, says that it cannot be started, times
     out, or leaves processes behind.
     """
-    mark, mark_variables = processes.new_job_mark(os.environ)
+    find, mark_variables = processes.mark_job(os.environ)
     line = shlex.join(redact_command(command.argv))
     with tempfile.TemporaryFile() as output, termination_raises():
 
@@ -73,18 +74,18 @@ def run_command(command: Command, *, timeout_s: float | None, what: str) -> tupl
         except OSError as error:
             raise LaunchError(f"{what} could not be started ({error}): {line}") from error
         except subprocess.TimeoutExpired as error:
-            alive = processes.describe_processes(processes.find_marked(mark))
-            _end(process, mark)
+            alive = processes.describe_processes(find())
+            _end(process, find)
             timeout = f"{what} was not done after {timeout_s:g} s and was ended; {alive}"
             raise LaunchError(f"{timeout}\ncommand: {line}\n{read_output()}") from error
         finally:
-            left = _end(process, mark)
+            left = _end(process, find)
         if left and code == 0:
             raise LaunchError(f"{what} ended, but left processes behind, which were ended; {left}\n{read_output()}")
         return code, read_output()
 
 
-def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:
+def _end(process: subprocess.Popen[bytes] | None, find: processes.Finder) -> str:
     """End the launcher first, then all that is left of the job; return a description of what was left."""
     if process is None:
         return ""
@@ -93,6 +94,6 @@ def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        processes.send_signal(processes.find_marked(mark), signal.SIGTERM)
-    left = processes.wait_or_kill(mark, GRACE_S, lambda: [process.pid] if process.poll() is None else [])
+        processes.send_signal(find(), signal.SIGTERM)
+    left = processes.wait_or_kill(find, GRACE_S, lambda: [process.pid] if process.poll() is None else [])
     return processes.describe_processes(left) if left else ""

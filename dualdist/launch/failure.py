@@ -5,6 +5,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dualdist.utils.tracebacks import is_consequence
+
 # The exit code of a job whose first failing rank was lost, as if by SIGKILL.
 LOST_RANK_CODE = 137
 TRACEBACK_HEADER = re.compile(r"^.{0,40}Traceback \(most recent call last\):\s*$")
@@ -14,12 +16,6 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 NOT_FATAL = ("Exception ignored", "Exception in thread")
 SHOWN_LINES = 20
-# Exceptions that another rank's end causes.
-CONSEQUENCES = re.compile(
-    r"^(?:[\w.]*\.)?(?:RankLostError|CollectiveTimeoutError|HorovodInternalError|DistNetworkError|DistBackendError"
-    r"|ConnectionResetError|BrokenPipeError)\b"
-    r"|Connection (?:closed|reset) by peer|Connection was likely closed"
-)
 # The last line of a traceback, with a message, which torchrun's own ChildFailedError lacks.
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: ")
 
@@ -58,14 +54,14 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
     )
 
 
-def exit_code(launcher_codes: Sequence[int], failure: RankEnd | None, *, is_elastic: bool) -> int:
+def exit_code(launcher_codes: Sequence[int], failure: RankEnd | None, *, launcher_restarts_ranks: bool) -> int:
     """Return the exit code of the job: the first failing rank's, else that of the first launcher that failed.
 
     A launcher that exited may know the code of a lost rank; one that crashed, as mpirun of Open MPI 4 can, does not.
     If an elastic launcher, which restarts lost ranks, succeeded, their failures do not count.
     """
     failed = next((code for code in launcher_codes if code), 0)
-    if failure is None or (is_elastic and not failed):
+    if failure is None or (launcher_restarts_ranks and not failed):
         return shell_code(failed)
     if failure.code is None:
         return failed if failed > 0 else LOST_RANK_CODE
@@ -115,12 +111,6 @@ def find_exception(text: str) -> str | None:
     found = [line for line in lines if EXCEPTION.match(line)]
     causes = [line for line in found if not is_consequence(line)]
     return next(reversed(causes or found), None)
-
-
-def is_consequence(text: str) -> bool:
-    """Return True if the exception was caused by another rank's end; the stack of that rank may follow it, indented."""
-    unindented = [line for line in text.splitlines() if not line[:1].isspace()]
-    return any(CONSEQUENCES.search(line) for line in unindented[-3:])
 
 
 def _line_before(lines: list[str], n: int) -> str:

@@ -22,14 +22,15 @@ from dualdist.launch.job import Host, RendezvousAddress, Site
 from dualdist.launch.ssh import start_peer
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.machine import usable_cores
-from dualdist.utils.network_interfaces import failure_reason, list_interfaces
+from dualdist.utils.network_interfaces import failure_reason, is_loopback, list_interfaces
 from dualdist.utils.regular_file import open_regular
 from dualdist.version import __version__
 
 MAX_CHARACTERS = 1 << 20  # of a job file or a host file
 # "name", "name:2" and "name slots=2", the last with other settings of Open MPI's around.
 # Names go to ssh and to launchers that call a shell: no character has a meaning to one.
-WORD = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*)(?::(?P<slots>[0-9]{1,9}))?")
+# An address of IPv6 stands in brackets.
+WORD = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*|\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]+\])(?::(?P<slots>[0-9]{1,9}))?")
 LINE = re.compile(WORD.pattern + r"(?:\s+(?P<rest>.*))?")
 SLOTS = re.compile(r"(?:^|\s)slots\s*=\s*(?P<slots>[0-9]{1,9})(?:\s|$)")
 PROBE_S = 30.0
@@ -94,7 +95,7 @@ def merge_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
 def _host(name: str, slots: str | None, where: str = "") -> Host:
     if slots is not None and int(slots) < 1:
         raise UsageError(f"{where}host {name!r} has {slots} slots: expected 1 or more")
-    return Host(name, int(slots or 1))
+    return Host(name.strip("[]"), int(slots or 1))
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class ProbedHost:
 
     def networks(self) -> dict[str, str]:
         """Return the interfaces without loopback."""
-        return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
+        return {name: address for name, address in self.interfaces.items() if not is_loopback(address)}
 
     def list_interfaces(self) -> str:
         return ", ".join(f"{name} ({address})" for name, address in self.interfaces.items())
@@ -150,8 +151,8 @@ def _connect_error(address: str, port: int, own: Mapping[str, str]) -> str:
 class ReachedHosts:
     """The hosts of a job after probing.
 
-    `local_addresses` are those of this host for the others. `networks` are the interfaces by which all hosts reach the
-    first one, if some host has others, too; else empty.
+    The other hosts reach this one at `local_addresses`. All hosts reach the first one by the interfaces in `networks`,
+    which is empty if no host has another interface.
     """
 
     hosts: tuple[Host, ...]
@@ -192,8 +193,11 @@ def evaluate_hosts(
     """Probe the first host, then from each other host whether it reaches the first one."""
     first = here if hosts[0].is_local else probe([hosts[0].name], ())[0]
     facts = {hosts[0].name: first}
-    address = first.interfaces.get(interface, "") if interface is not None else first.server
-    tried = first.networks().values() if interface is None else [address] * bool(address)
+    if interface is None:
+        address, tried = first.server, list(first.networks().values())
+    else:
+        address = first.interfaces.get(interface, "")
+        tried = [address] if address else []
     others = [host.name for host in hosts[1:] if not host.is_local]
     facts.update(zip(others, probe(others, (str(first.port), *tried)), strict=True))
     facts.update({host.name: here for host in hosts if host.is_local})

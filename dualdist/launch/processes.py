@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -24,23 +25,26 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
-def new_job_mark(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return a new mark, and the variable that gives it to processes besides the marks in `environ`."""
-    mark = uuid.uuid4().hex
-    return mark, {JOB_MARK: ":".join(filter(None, [environ.get(JOB_MARK), mark]))}
+# Returns the ids of some living processes.
+Finder = Callable[[], list[int]]
 
 
-def find_marked(mark: str, *, below: int | None = None) -> list[int]:
-    """Return the ids of the living processes with the mark, and of the descendants of the process `below`.
+def mark_job(environ: Mapping[str, str]) -> tuple[Finder, dict[str, str]]:
+    """Return a function that finds processes with a new mark, and the variable that gives them the mark.
 
-    A program may give its children another environment. Needs /proc, so that it finds nothing on other systems.
+    The variable keeps the marks in `environ`. On a system without /proc the function finds nothing.
     """
-    found = [] if below is None else descendants(below)
+    mark = uuid.uuid4().hex
+    return partial(_find_marked, mark), {JOB_MARK: ":".join(filter(None, [environ.get(JOB_MARK), mark]))}
+
+
+def _find_marked(mark: str) -> list[int]:
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
-    return list(dict.fromkeys(found))
+    return found
 
 
 def descendants(pid: int) -> list[int]:
@@ -89,27 +93,25 @@ def send_signal(processes: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def terminate_and_wait(mark: str, grace_s: float, *, below: int | None = None) -> list[int]:
-    """Send SIGTERM to all processes with the mark, and wait_or_kill() them."""
-    send_signal(find_marked(mark, below=below), signal.SIGTERM)
-    return wait_or_kill(mark, grace_s, below=below)
+def terminate_and_wait(find: Finder, grace_s: float) -> list[int]:
+    """Send SIGTERM to the processes, and wait_or_kill() them."""
+    send_signal(find(), signal.SIGTERM)
+    return wait_or_kill(find, grace_s)
 
 
-def wait_or_kill(
-    mark: str, grace_s: float, more: Callable[[], list[int]] = list, *, below: int | None = None
-) -> list[int]:
-    """Wait until no process has the mark; after `grace_s` kill those that are left, and those that `more` returns.
+def wait_or_kill(find: Finder, grace_s: float, more: Finder = list) -> list[int]:
+    """Wait until `find` finds no process; after `grace_s` kill those that are left, and those that `more` returns.
 
     Returns the processes that were left after `grace_s`. Those that SIGKILL does not end are reported on stderr.
     """
     deadline = time.monotonic() + grace_s
-    while (left := find_marked(mark, below=below)) and time.monotonic() < deadline:
+    while (left := find()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     found, deadline = left, time.monotonic() + KILL_TIMEOUT_S
     while (alive := [*more(), *left]) and time.monotonic() < deadline:
         send_signal(alive, signal.SIGKILL)
         time.sleep(POLL_S)
-        left = find_marked(mark, below=below)  # those that they started in the meantime
+        left = find()  # those that they started in the meantime
     if alive:
         message = f"SIGKILL did not end every process within {KILL_TIMEOUT_S:g} s; {describe_processes(alive)}"
         print(f"dualdist run: {message}", file=sys.stderr)

@@ -17,25 +17,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
-from dualdist.launch import control_channel, failure, processes
-from dualdist.launch.control_channel import CONTROL_VARIABLE, RankEnded, RankFailing, RankHello
+from dualdist.launch import failure, processes
 from dualdist.launch.relay import PARTIAL_S, OutputRelay
-from dualdist.utils.variables import OUTPUT
+from dualdist.utils import control_channel
+from dualdist.utils.control_channel import CONTROL_VARIABLE, RankEnded, RankFailing, RankHello
+from dualdist.utils.variables import OUTPUT, PLACE
 
 # How often `dualdist run` has restarted the ranks, if it has.
 RESTART = "DUALDIST_RUN_RESTART"
 # Set if this launcher writes to the ranks' stderr, so that what a rank writes has to be framed.
 FRAMES = "DUALDIST_RUN_FRAMES"
+# The options of this program, which stand before the other words.
+TAG, TERMINAL, LOG_DIR = "--tag", "--terminal", "--log-dir="
 UNBUFFERED = "PYTHONUNBUFFERED"
 SLURM_NODE = "SLURMD_NODENAME"
 # Forwarded to the child; schedulers send some of them before they end a job.
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TERMINATION_SIGNALS = (*processes.TERMINATION_SIGNALS, signal.SIGINT)
 # Seconds for the child to end after the job, and for its descendants to end after the child.
 GRACE_S = 3.0
 LEFT_S = 1.0
@@ -51,39 +53,26 @@ PARENT_POLL_S = 1.0
 TAIL = 1 << 16
 
 
-@dataclass(frozen=True)
-class RankSettings:
-    """The program; with `has_tag` lines of its output begin with the rank; they also go to a log in `folder`.
+def rank_argv(program: Sequence[str], has_tag: bool, folder: str | None, has_terminal: bool) -> tuple[str, ...]:
+    """Return the arguments of `python` for a rank.
 
-    `has_terminal`: what it writes to stderr is shown on a terminal, as it is.
+    With `has_tag` each line of its output begins with the rank. The output goes to a log in `folder`, if there is one.
+    With `has_terminal` a terminal shows what the rank writes to stderr.
     """
-
-    program: tuple[str, ...]
-    has_tag: bool = False
-    folder: str | None = None
-    has_terminal: bool = False
-
-
-def rank_argv(settings: RankSettings) -> tuple[str, ...]:
-    """Return the arguments of `python` for these settings; parse_arguments() is the inverse."""
-    folder = () if settings.folder is None else (f"--log-dir={settings.folder}",)
-    options = (*["--tag"] * settings.has_tag, *folder, *["--terminal"] * settings.has_terminal)
-    return ("-m", "dualdist.launch.rank", *options, *settings.program)
-
-
-def parse_arguments(arguments: Sequence[str]) -> RankSettings:
-    """Return the settings of a command line; the first word that is no option begins the program."""
-    left, options = list(arguments), []
-    while left and left[0].startswith("--"):
-        options.append(left.pop(0))
-    folder = next((option.partition("=")[2] for option in options if option.startswith("--log-dir=")), None)
-    return RankSettings(tuple(left), "--tag" in options, folder, "--terminal" in options)
+    options = [TAG] if has_tag else []
+    if folder is not None:
+        options.append(f"{LOG_DIR}{folder}")
+    if has_terminal:
+        options.append(TERMINAL)
+    return ("-m", "dualdist.launch.rank", *options, *program)
 
 
 class RankProcess:
     """The child process, the relays of its output, and the events that end it."""
 
-    def __init__(self, settings: RankSettings, label: str, log: int | None, control: socket.socket | None) -> None:
+    def __init__(
+        self, program: Sequence[str], options: Sequence[str], label: str, log: int | None, control: socket.socket | None
+    ) -> None:
         self._selector = selectors.DefaultSelector()
         self._control = control
         self._was_terminated = False
@@ -92,36 +81,37 @@ class RankProcess:
         self._traceback_at = 0.0
         self._parent = os.getppid()
         self._wakeup = self._catch_signals()
-        self._mark, mark_variables = processes.new_job_mark(os.environ)
-        processes.adopt_orphans()
+        processes.adopt_orphans()  # so that all that the program starts stays a descendant of this process
         stderr, stderr_writer = os.pipe()
         # To a terminal Python writes whole lines itself, as it ends them. To a pipe it writes each word of a print() if
         # unbuffered, else nothing until much later, which is lost if the rank is killed.
         is_whole = os.isatty(1) and not os.environ.get(UNBUFFERED)
-        is_relayed = settings.has_tag or log is not None or not is_whole
+        has_tag = TAG in options
+        is_relayed = has_tag or log is not None or not is_whole
         stdout, stdout_writer = os.pipe() if is_relayed else (None, None)
-        environ = {**({UNBUFFERED: "1"} if is_relayed else {}), **os.environ, **mark_variables}
-        environ.pop(CONTROL_VARIABLE, None)
+        environ = {**({UNBUFFERED: "1"} if is_relayed else {}), **os.environ}
+        if PLACE not in environ:  # in an elastic job the program asks for its rank there
+            environ.pop(CONTROL_VARIABLE, None)
         has_frames = bool(environ.pop(FRAMES, "")) and control is not None
-        environ |= {OUTPUT: "tagged"} if settings.has_tag else {OUTPUT: "terminal"} if settings.has_terminal else {}
+        environ |= {OUTPUT: "tagged"} if has_tag else {OUTPUT: "terminal"} if TERMINAL in options else {}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "dualdist", "exec", *settings.program],
+            [sys.executable, "-m", "dualdist", "exec", *program],
             env=environ,
             stdout=stdout_writer,
             stderr=stderr_writer,
             close_fds=False,  # ranks of MPICH and Slurm talk to their launcher by an inherited file
             preexec_fn=processes.die_with_parent,
         )
-        tag = f"[{label}] " if settings.has_tag else ""
-        logs, has_console = [] if log is None else [log], log is None or settings.has_tag
+        tag = f"[{label}] " if has_tag else ""
+        logs, has_console = [] if log is None else [log], log is None or has_tag
         framed = 2 if has_frames else None
         self._stderr = OutputRelay(
-            stderr, [*[2] * has_console, *logs], tag=tag, framed=framed, keep=TAIL, on_read=self._on_stderr
+            stderr, [2, *logs] if has_console else logs, tag=tag, framed=framed, keep=TAIL, on_read=self._on_stderr
         )
         self._relays = [self._stderr]
         os.close(stderr_writer)
         if stdout is not None and stdout_writer is not None:
-            self._relays.append(OutputRelay(stdout, [*[1] * has_console, *logs], tag=tag))
+            self._relays.append(OutputRelay(stdout, [1, *logs] if has_console else logs, tag=tag))
             os.close(stdout_writer)
         for relay in self._relays:
             self._selector.register(relay.source, selectors.EVENT_READ, relay)
@@ -158,14 +148,14 @@ class RankProcess:
         _report(self._control, RankEnded(code, age_s, self._was_terminated, self._traceback() if code else ""))
         if self._descendants():
             time.sleep(0 if self._was_terminated else LEFT_S)
-            processes.terminate_and_wait(self._mark, LEFT_S, below=os.getpid())
+            processes.terminate_and_wait(self._descendants, LEFT_S)
         if self._is_cut_off:
             _kill_mpi_daemon(self._parent)
         _remove_mpi_memory(os.environ)
         return code
 
     def _descendants(self) -> list[int]:
-        return processes.find_marked(self._mark, below=os.getpid())
+        return processes.descendants(os.getpid())
 
     def _step(self, wait_s: float) -> None:
         if any(relay.has_partial_line for relay in self._relays):
@@ -232,7 +222,9 @@ class RankProcess:
 
 
 def main() -> int:
-    settings = parse_arguments(sys.argv[1:])
+    first = next((n for n, word in enumerate(sys.argv[1:], 1) if not word.startswith("--")), len(sys.argv))
+    options, program = sys.argv[1:first], sys.argv[first:]
+    folder = next((option.removeprefix(LOG_DIR) for option in options if option.startswith(LOG_DIR)), None)
     for closed in (1, 2):  # by a daemon: a pipe must not get its number
         try:
             os.fstat(closed)
@@ -257,13 +249,13 @@ def main() -> int:
             if error.is_gone:
                 return 1
     try:
-        log = None if settings.folder is None else _open_log(Path(settings.folder), rank)
+        log = None if folder is None else _open_log(Path(folder), rank)
     except OSError as error:
         message = f"rank {rank} cannot write its log ({error}): choose another folder by --log-dir"
         print(message, file=sys.stderr)
         _report(control, RankEnded(1, 0.0, False, message))
         return 1
-    return _exit_like(RankProcess(settings, label, log, control).run())
+    return _exit_like(RankProcess(program, options, label, log, control).run())
 
 
 def _kill_mpi_daemon(pid: int) -> None:
@@ -292,10 +284,12 @@ def _report(control: socket.socket | None, message: RankEnded | RankFailing) -> 
 
 
 def _open_log(folder: Path, rank: int | None) -> int:
-    """Open the log of a rank; restarted ranks append to it."""
+    """Open the log of a rank; restarted ranks append to it, as do those of elastic jobs."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{'?' if rank is None else rank}.log"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if os.environ.get(RESTART) else os.O_TRUNC)
+    flags = (
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if os.environ.get(RESTART) or os.environ.get(PLACE) else os.O_TRUNC)
+    )
     return os.open(path, flags, 0o666)
 
 

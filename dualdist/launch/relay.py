@@ -26,8 +26,10 @@ class OutputRelay:
     Args:
         tag: put before each line.
         strip: a pattern that is removed from the start of each line.
-        framed: the target of which each write is framed, so that its reader can tell it from the launcher's own.
-        hides_unframed: read framed output; what stands between frames is dropped while this returns True.
+        framed: the target to which each write is put between BEGIN and END. A launcher writes to the same file, and who
+            reads that can then tell its words from those of ranks.
+        hides_unframed: the source has such frames. They are removed, and what stands between them is dropped while this
+            returns True.
         keep: how many of the last bytes stay in `tail`, unchanged.
         on_read: called with each chunk before it is written.
     """
@@ -105,7 +107,7 @@ class OutputRelay:
             *lines, self._line = LINE_ENDS.split(text)
         else:
             end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-            lines, self._line = [text[:end]] * bool(end), text[end:]
+            lines, self._line = ([text[:end]] if end else []), text[end:]
         if lines or is_first:
             self._partial_at = time.monotonic()
         if len(self._line) > LONGEST_LINE:
@@ -115,11 +117,11 @@ class OutputRelay:
     def _unframe(self, chunk: bytes, *, hides_unframed: bool) -> bytes:
         text, end, found = self._line + chunk, 0, []
         for frame in FRAME.finditer(text):
-            found += [text[end : frame.start()] * (not hides_unframed), frame[1]]
+            found += [frame[1]] if hides_unframed else [text[end : frame.start()], frame[1]]
             end = frame.end()
         rest, begin, cut = text[end:].partition(BEGIN)
         self._line = begin + cut
-        return b"".join([*found, rest * (not hides_unframed)])
+        return b"".join(found if hides_unframed else [*found, rest])
 
     def _format(self, lines: Sequence[bytes]) -> bytes:
         """Strip and tag the lines, and end each, so that no two ranks share one."""

@@ -7,34 +7,25 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from dualdist.environments.outer_job import outer_job_variables
 from dualdist.launch import env_defaults, rank, ssh
-from dualdist.launch.control_channel import CONTROL_VARIABLE
+from dualdist.launch.elastic_supervisor import ELASTIC_TIMEOUT_S, ElasticSupervisor
 from dualdist.launch.execute import find_site
 from dualdist.launch.hosts import check_hosts, check_interface, probe_host
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
+from dualdist.launch.run_request import RunRequest
 from dualdist.launch.supervisor import JobOutcome, Supervisor, listen
 from dualdist.rendezvous.exec_rendezvous import RUN_RENDEZVOUS
+from dualdist.utils.control_channel import CONTROL_VARIABLE
+from dualdist.utils.network_interfaces import format_endpoint
 from dualdist.utils.redaction import is_secret, redact_command, redact_variables
 from dualdist.utils.variables import REQUEUE
 
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings of a run that do not concern the job itself."""
-
-    is_dry: bool = False
-    max_restarts: int = 0
-    stdout_to_stderr: bool = False
-    timeout_s: float | None = None
-    log_dir: str | None = None
-    tag_output: bool = False
-    is_verbose: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,42 +43,62 @@ class RunReport:
         return json.dumps({name: fields[name] for name in ("launcher", "restarts", "commands", "outcome")}, indent=1)
 
 
-def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> RunReport:
-    """Run the job on all its hosts to its end, or build its commands in a dry run; LaunchError if it cannot start."""
-    job, site, addresses = _complete(job, launcher, settings, environ)
-    if settings.is_dry:
-        return RunReport(launcher, _redacted_commands(launcher, job, site))
+def run_job(
+    job: Job,
+    launcher: str,
+    request: RunRequest,
+    environ: Mapping[str, str],
+    *,
+    is_dry: bool,
+    is_verbose: bool,
+    stdout: int | None,
+) -> RunReport:
+    """Run the job on all its hosts to its end, or build its commands in a dry run; LaunchError if it cannot start.
+
+    `stdout` is the file that its output goes to, if that is not standard output.
+    """
+    # A job that a rank starts is not a part of the rank's job.
+    outer = outer_job_variables(environ)
+    job, site, addresses = _complete(job, launcher, request, {k: v for k, v in environ.items() if k not in outer})
+    if is_dry:
+        return RunReport(launcher, _redacted_commands(launcher, job, site, outer))
     # Loopback comes last: on another host ssh forwards it, which does not notice that the host is cut off.
     is_local = _is_single_host(job, launcher)
     server, address = listen((LOOPBACK,) if is_local else (*addresses, LOOPBACK), is_local=is_local)
-    began, has_frames = time.monotonic(), LAUNCHERS[launcher].repeats_failures and not settings.is_verbose
+    began, has_frames = time.monotonic(), LAUNCHERS[launcher].repeats_failures and not is_verbose
     own = {CONTROL_VARIABLE: address.dumps(), **({rank.FRAMES: "1"} if has_frames else {})}
-    stdout = 2 if settings.stdout_to_stderr else None
     with server:
-        for number in range(settings.max_restarts + 1):
+        for number in range(request.max_restarts + 1):
             if number:
                 job = replace(job, env={**job.env, rank.RESTART: str(number)})
                 # Restarted ranks on this host meet at another port.
                 site = site if job.hosts else replace(site, rendezvous=_local_rendezvous())
-            spent_s, limit_s = time.monotonic() - began, settings.timeout_s
+            spent_s, limit_s = time.monotonic() - began, request.timeout
             left_s = None if limit_s is None else max(0.0, limit_s - spent_s)
-            commands = _commands(launcher, replace(job, env={**job.env, **own}), site, address.port)
-            is_elastic = job.min_ranks is not None
-            supervisor = Supervisor(commands, server, address.token, environ, stdout, is_elastic, has_frames)
+            commands = _commands(launcher, replace(job, env={**job.env, **own}), site, outer, address.port)
+            running = (commands, server, address.token, environ, stdout)
+            supervisor: Supervisor
+            if job.min_ranks is not None and LAUNCHERS[launcher].elastic == "dualdist run":
+                timeout_s = request.elastic_timeout or ELASTIC_TIMEOUT_S
+                supervisor = ElasticSupervisor(*running, min_ranks=job.min_ranks, elastic_timeout_s=timeout_s)
+            else:
+                supervisor = Supervisor(
+                    *running, launcher_restarts_ranks=job.min_ranks is not None, has_frames=has_frames
+                )
             outcome = supervisor.run(left_s)
             is_multi_host = bool(job.hosts) or len(supervisor.hosts) > 1
-            if outcome.code == 0 or outcome.error or outcome.stop_signal or number == settings.max_restarts:
+            if outcome.code == 0 or outcome.error or outcome.stop_signal or number == request.max_restarts:
                 break
             failed = outcome.failure.label(has_hosts=is_multi_host) if outcome.failure is not None else launcher
             event = "a rank stopped on notice" if outcome.code == REQUEUE else f"{failed} failed"
-            turns = f"{number + 1} of {settings.max_restarts} times"
+            turns = f"{number + 1} of {request.max_restarts} times"
             print(f"dualdist run: {event}; restarting all ranks, {turns}", file=sys.stderr)
     outcome = replace(outcome, seconds=time.monotonic() - began)
-    return RunReport(launcher, _redacted_commands(launcher, job, site), outcome, number, is_multi_host)
+    return RunReport(launcher, _redacted_commands(launcher, job, site, outer), outcome, number, is_multi_host)
 
 
 def _complete(
-    job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]
+    job: Job, launcher: str, request: RunRequest, environ: Mapping[str, str]
 ) -> tuple[Job, Site, tuple[str, ...]]:
     """Probe the hosts, add variables, and wrap the ranks; the addresses are where ranks reach `dualdist run`."""
     site, here = replace(find_site(), secret_names=tuple(filter(is_secret, environ))), probe_host()
@@ -117,23 +128,26 @@ def _complete(
     )
     if job.hosts and LAUNCHERS[launcher].mpi == "always":
         main = site.require_rendezvous()
-        env[RUN_RENDEZVOUS] = f"tcp://{f'[{main.address}]' if ':' in main.address else main.address}:{main.port}"
-    is_shown = os.isatty(2) and not settings.tag_output and settings.log_dir is None
+        env[RUN_RENDEZVOUS] = f"tcp://{format_endpoint(main.address, main.port)}"
+    is_shown = os.isatty(2) and not request.tag_output and request.log_dir is None
     has_terminal = is_shown and not any(command.prefix for command in build_commands(launcher, job, site))
-    output = rank.RankSettings(job.program, settings.tag_output, settings.log_dir, has_terminal)
-    return replace(job, program=rank.rank_argv(output), env=env), site, local_addresses
+    program = rank.rank_argv(job.program, request.tag_output, request.log_dir, has_terminal)
+    return replace(job, program=program, env=env), site, local_addresses
 
 
-def _commands(launcher: str, job: Job, site: Site, control_port: int | None = None) -> tuple[Command, ...]:
+def _commands(
+    launcher: str, job: Job, site: Site, unset: Sequence[str], control_port: int | None = None
+) -> tuple[Command, ...]:
     commands = build_commands(launcher, job, site)
-    return tuple(ssh.wrap_in_ssh(command, site, control_port=control_port) for command in commands)
+    wrapped = [ssh.wrap_in_ssh(command, site, control_port=control_port) for command in commands]
+    return tuple(replace(command, unset=(*command.unset, *unset)) for command in wrapped)
 
 
-def _redacted_commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
+def _redacted_commands(launcher: str, job: Job, site: Site, unset: Sequence[str]) -> tuple[Command, ...]:
     """Return the commands without the values of secrets."""
     site = replace(site, launcher_env=redact_variables(site.launcher_env))
     job = replace(job, env=redact_variables(job.env), program=tuple(redact_command(job.program)))
-    return _commands(launcher, job, site)
+    return _commands(launcher, job, site, unset)
 
 
 def _is_single_host(job: Job, launcher: str) -> bool:

@@ -15,12 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from dualdist.environments.outer_job import outer_job_variables
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.failure import is_consequence
 from dualdist.launch.job import BACKEND_VARIABLE
-from dualdist.launch.launchers.simple import topology_variables
+from dualdist.launch.launchers.spawn import topology_variables
 from dualdist.utils import tracebacks
+from dualdist.utils.machine import usable_cores
 from dualdist.utils.suggest import explain_calls
+from dualdist.utils.variables import SPAWN_RENDEZVOUS, THREADS, temporary_variables
 
 T = TypeVar("T")
 
@@ -37,7 +39,8 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
     """Run fn(*args) on `nprocs` new ranks, processes of this host, and wait for all of them.
 
     `fn` calls dd.init() itself, as under any launcher. fn, args and results are pickled: define fn at the top of a
-    module, and guard the caller with `if __name__ == "__main__"`.
+    module, and guard the caller with `if __name__ == "__main__"`. Each rank gets its part
+    of this host's cores as threads, unless OMP_NUM_THREADS is set.
 
     Args:
         fn: the function that each rank calls.
@@ -73,14 +76,18 @@ def spawn_without_main(
     env = {**(env or {}), **({} if backend is None else {BACKEND_VARIABLE: backend})}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="dualdist-") as folder:
-        rendezvous = (Path(folder) / "rank0").as_uri()
+        rendezvous = str(Path(folder) / "rank0")
+        # A rank imports torch before it runs fn.
+        own = env.get(THREADS) or os.environ.get(THREADS)
+        threads = own or str(max(1, usable_cores() // nprocs))
         ranks: list[tuple[BaseProcess, Connection]] = []
         try:
             for rank in range(nprocs):
                 receiver, sender = context.Pipe(duplex=False)
-                variables = {**env, **topology_variables(rank, nprocs, rank, nprocs), "DUALDIST_RENDEZVOUS": rendezvous}
+                variables = {**env, **topology_variables(rank, nprocs, rank, nprocs), SPAWN_RENDEZVOUS: rendezvous}
                 process: BaseProcess = context.Process(target=_run, args=(fn, tuple(args), variables, sender))
-                with nullcontext() if imports_main else _without_main():
+                hidden = nullcontext() if imports_main else _without_main()
+                with hidden, temporary_variables(os.environ, {THREADS: threads}):
                     process.start()
                 sender.close()
                 ranks.append((process, receiver))
@@ -104,6 +111,8 @@ def _without_main() -> Iterator[None]:
 
 def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str], sender: Connection) -> None:
     """Run fn on a rank, and send (True, result), or (False, (traceback, exception))."""
+    for name in outer_job_variables(os.environ):
+        del os.environ[name]
     os.environ.update(variables)
     try:
         result = (True, fn(*args))
@@ -143,10 +152,10 @@ def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
             else:
                 failures.append(LaunchError(f"rank {rank} failed:\n{value[0]}"))
                 failures[-1].exception = value[1]
-        if failures and not (ready and all(is_consequence(str(failure)) for failure in failures)):
+        if failures and not (ready and all(tracebacks.is_consequence(str(failure)) for failure in failures)):
             break
     if failures:
-        raise min(failures, key=lambda failure: is_consequence(str(failure)))
+        raise min(failures, key=lambda failure: tracebacks.is_consequence(str(failure)))
     for process, _ in ranks:
         process.join()
     return [results[rank] for rank in range(len(ranks))]

@@ -23,10 +23,11 @@ from contextlib import ExitStack, contextmanager
 from typing import IO, Any
 
 from dualdist.errors import LaunchError
-from dualdist.launch import control_channel, processes
-from dualdist.launch.control_channel import CONTROL_VARIABLE
+from dualdist.launch import processes
 from dualdist.launch.job import Command, Site
 from dualdist.launch.processes import signals_deferred
+from dualdist.utils import control_channel
+from dualdist.utils.control_channel import CONTROL_VARIABLE
 from dualdist.utils.deadline import Deadline, LineReader
 from dualdist.utils.redaction import is_secret
 
@@ -68,10 +69,10 @@ def wrap_in_ssh(command: Command, site: Site, *, control_port: int | None = None
         return command
     private = {name: value for name, value in command.env.items() if name == CONTROL_VARIABLE or is_secret(name)}
     public = {name: value for name, value in command.env.items() if name not in private}
-    guarded = (site.python, *GUARD, *[ENV_FROM_STDIN] * bool(private), *command.argv)
+    guarded = [site.python, *GUARD, *([ENV_FROM_STDIN] if private else []), *command.argv]
     forward = ("-R", f"127.0.0.1:{control_port}:127.0.0.1:{control_port}") if control_port is not None else ()
     line = f"cd {shlex.quote(site.folder)} && exec {shlex.join([*_env(public), *guarded])}"
-    argv = ("ssh", *[NO_STDIN] * (not private), *OPTIONS, *forward, command.host, line)
+    argv = ("ssh", *([] if private else [NO_STDIN]), *OPTIONS, *forward, command.host, line)
     return Command(argv, stdin=json.dumps(private) if private else "")
 
 
@@ -176,7 +177,7 @@ def run_guarded(argv: Sequence[str]) -> int:
     if argv[:1] == [ENV_FROM_STDIN]:
         argv = argv[1:]
         environ |= json.loads(sys.stdin.readline())
-    mark, mark_variables = processes.new_job_mark(environ)
+    find, mark_variables = processes.mark_job(environ)
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: received.append(number))
@@ -194,9 +195,9 @@ def run_guarded(argv: Sequence[str]) -> int:
         if any(event & HANG_UP or (connection and file == connection.fileno()) for file, event in events):
             received.append(signal.SIGHUP)
     if received:
-        processes.terminate_and_wait(mark, GUARD_GRACE_S)
+        processes.terminate_and_wait(find, GUARD_GRACE_S)
     else:
-        processes.wait_or_kill(mark, GUARD_GRACE_S)
+        processes.wait_or_kill(find, GUARD_GRACE_S)
     try:
         code = child.wait(processes.KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired:  # in uninterruptible sleep

@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dualdist.errors import LaunchError
-from dualdist.launch import control_channel, processes
-from dualdist.launch.control_channel import ControlAddress, RankEnded, RankFailing, RankHello
+from dualdist.launch import processes
 from dualdist.launch.failure import RankEnd, exit_code, first_failure
 from dualdist.launch.job import Command
 from dualdist.launch.processes import TERMINATION_SIGNALS, signals_handled
 from dualdist.launch.relay import OutputRelay
+from dualdist.utils import control_channel
+from dualdist.utils.control_channel import ControlAddress, RankEnded, RankFailing, RankHello
+from dualdist.utils.network_interfaces import open_listener
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.variables import NOTICE, PREEMPTION_SIGNALS, REQUEUE
 
@@ -59,7 +61,7 @@ class JobOutcome:
 
 
 @dataclass
-class _Connection:
+class Connection:
     """A connection to the control channel; `hello` is None until its first message. `data` is an incomplete message."""
 
     opened_at: float
@@ -76,7 +78,7 @@ class _Connection:
 
 def listen(addresses: Sequence[str], *, is_local: bool) -> tuple[socket.socket, ControlAddress]:
     """Return the server of the control channel and its address, for ranks of this host alone if `is_local`."""
-    server = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
+    server = open_listener(0, loopback_only=is_local)
     server.setblocking(False)
     distinct, token = tuple(dict.fromkeys(addresses)), secrets.token_hex(16)
     return server, ControlAddress(distinct, server.getsockname()[1], token)
@@ -84,7 +86,7 @@ def listen(addresses: Sequence[str], *, is_local: bool) -> tuple[socket.socket, 
 
 @dataclass
 class Supervisor:
-    """One run of a job, whose launcher restarts lost ranks if it `is_elastic`.
+    """One run of a job; `launcher_restarts_ranks` as horovodrun's elastic mode does, so that a lost one ends nothing.
 
     With `has_frames` ranks frame their stderr, and what the launcher itself writes there is dropped after a failure.
     `ends` and `hosts` are those of the ranks that connected.
@@ -95,19 +97,19 @@ class Supervisor:
     token: str
     environ: Mapping[str, str]
     stdout: int | None = None
-    is_elastic: bool = False
+    launcher_restarts_ranks: bool = False
     has_frames: bool = False
     ends: list[RankEnd] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[socket.socket, _Connection] = {}
+        self._connections: dict[socket.socket, Connection] = {}
         self._relays: list[OutputRelay] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._mark, self._mark_variables = processes.new_job_mark(self.environ)
+        self._find_marked, self._mark_variables = processes.mark_job(self.environ)
         self._is_ending = False
-        self._stop_signal = self._ends_before_stop = 0
+        self._stop_signal = self._num_ends_before_stop = 0
         self._received: list[int] = []  # signals that are not yet forwarded to the ranks
         self._notice_checked_at = time.monotonic()
 
@@ -118,11 +120,10 @@ class Supervisor:
         error = ""
         try:
             with signals_handled(PREEMPTION_SIGNALS, lambda number, frame: self._received.append(number)):
-                for command in self.commands:
-                    self._start(command)
+                self._start_all()
                 error = self._watch(began, timeout_s)
             if error:
-                error = f"{error}; {processes.describe_processes(processes.find_marked(self._mark))}"
+                error = f"{error}; {processes.describe_processes(self._find_marked())}"
         finally:
             self._end()
         return self._outcome(error)
@@ -135,8 +136,12 @@ class Supervisor:
             return JobOutcome(REQUEUE, stop_signal=stopped)
         if stopped and any([*codes, failure, error]):
             return JobOutcome(128 + stopped, error=error, stop_signal=stopped)
-        code = 124 if error else exit_code(codes, failure, is_elastic=self.is_elastic)
+        code = 124 if error else exit_code(codes, failure, launcher_restarts_ranks=self.launcher_restarts_ranks)
         return JobOutcome(code, failure if code and not error else None, error, stopped)
+
+    def _start_all(self) -> None:
+        for command in self.commands:
+            self._start(command)
 
     def _start(self, command: Command) -> None:
         is_relayed = bool(command.prefix)
@@ -158,7 +163,7 @@ class Supervisor:
                 process.stdin.write(f"{command.stdin}\n".encode())
         for source, target in ((process.stdout, self.stdout or 1), (process.stderr, 2)):
             if source is not None:
-                hides = self._is_failing if self.has_frames else None
+                hides = self._hides_launcher_output if self.has_frames else None
                 relay = OutputRelay(os.dup(source.fileno()), [target], strip=command.prefix, hides_unframed=hides)
                 source.close()
                 self._relays.append(relay)
@@ -189,10 +194,10 @@ class Supervisor:
         if any(process.poll() for process in self._processes):
             return True
         if self._stop_signal:
-            return any(end.code != 0 for end in self.ends[self._ends_before_stop :])
-        return not self.is_elastic and any(end.code != 0 for end in self.ends)
+            return any(end.code != 0 for end in self.ends[self._num_ends_before_stop :])
+        return not self.launcher_restarts_ranks and any(end.code != 0 for end in self.ends)
 
-    def _is_failing(self) -> bool:
+    def _hides_launcher_output(self) -> bool:
         """Return True if a rank has failed, or the job is being ended."""
         return self._is_ending or bool(self._stop_signal) or any(end.code != 0 for end in self.ends)
 
@@ -214,7 +219,7 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     sock.sendall(numbers)
         if numbers and not self._stop_signal:
-            self._stop_signal, self._ends_before_stop = numbers[0], len(self.ends)
+            self._stop_signal, self._num_ends_before_stop = numbers[0], len(self.ends)
         return bool(numbers)
 
     def _end(self) -> None:
@@ -230,7 +235,7 @@ class Supervisor:
                     sock.shutdown(socket.SHUT_WR)
             connections = self._connections.values()
             self._step_until(lambda: not self._running() and not any(each.hello for each in connections), END_S)
-            left = processes.wait_or_kill(self._mark, 1.0, self._running)
+            left = processes.wait_or_kill(self._find_marked, 1.0, self._running)
             if left and not any(process.poll() for process in self._processes):
                 described = processes.describe_processes(left)
                 print(f"dualdist run: killed processes that the job left behind; {described}", file=sys.stderr)
@@ -262,7 +267,7 @@ class Supervisor:
             self._drop_unidentified(0)
             return
         sock.setblocking(False)
-        self._connections[sock] = _Connection(time.monotonic())
+        self._connections[sock] = Connection(time.monotonic())
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._receive(sock))
 
     def _drop_unidentified(self, age_s: float) -> None:
@@ -290,7 +295,7 @@ class Supervisor:
                 self._drop(sock)
                 return
 
-    def _handle(self, sock: socket.socket, connection: _Connection, message: bytes) -> bool:
+    def _handle(self, sock: socket.socket, connection: Connection, message: bytes) -> bool:
         """Handle a message; return False for one that no rank of this job sends."""
         if connection.hello is None:
             hello = control_channel.loads(RankHello, message)
@@ -299,8 +304,8 @@ class Supervisor:
             connection.hello = hello
             self.hosts |= {hello.host} if connection.is_rank else set()
             with contextlib.suppress(OSError):
-                pending = bytes([self._stop_signal] * bool(self._stop_signal and connection.is_rank))
-                sock.sendall(control_channel.WELCOME + pending)
+                has_to_stop = self._stop_signal and connection.is_rank
+                sock.sendall(control_channel.WELCOME + (bytes([self._stop_signal]) if has_to_stop else b""))
                 control_channel.keep_alive(sock)
             return True
         if failing := control_channel.loads(RankFailing, message):

@@ -21,6 +21,7 @@ from dualdist.topology import Topology
 from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import StoreAddress
+from dualdist.utils.variables import SPAWN_RENDEZVOUS
 
 RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
 SLURM_SUBMIT_DIR = "SLURM_SUBMIT_DIR"
@@ -167,6 +168,8 @@ def rendezvous_endpoint(
     Args:
         suffix: distinguishes a second rendezvous of one job from the first.
     """
+    if topology.rendezvous == "spawn":
+        return FileAddressExchange(Path(environ[SPAWN_RENDEZVOUS] + suffix))
     given = environ.get(RENDEZVOUS)
     if given and urlsplit(given).scheme == "tcp":
         return _address_of(given)

@@ -1,24 +1,26 @@
 """Choice of backend, transport and GPU: as requested, else as `dualdist compare --save-choice` saved, else by launcher.
 
-Saved choices are kept in a file of the user; "auto" takes one in a job like the one that was compared. Importing this
-imports no torch.
+"auto" takes a saved choice in a job like the one that was compared. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualdist.backends import registry
 from dualdist.backends.registry import AUTO, HOROVOD, MPI, NATIVE, SINGLE
 from dualdist.errors import TopologyError, UsageError
 from dualdist.topology import Topology
-from dualdist.utils.output_file import write_atomically
+from dualdist.utils.saved_choices import (
+    SavedChoice,
+    choices_path,
+    find_choice,
+    format_threads,
+    is_applicable,
+    load_choices,
+)
 from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
@@ -26,9 +28,8 @@ if TYPE_CHECKING:
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
+THROUGH_HOST = ("shm", "gloo", "mpi")  # transports that collective libraries of GPUs are none of
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "jsrun")
-HOME, CONFIG = "HOME", "XDG_CONFIG_HOME"
-SCHEMA = 2  # 1 had no threads
 
 Print = Callable[[str], None]  # prints a line to the user
 
@@ -44,26 +45,30 @@ def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -
     require_choice(value, choices, what, f" (given to dd.init() or in {variable})")
 
 
-def select_device(topology: Topology | None) -> torch.device:
-    """Return this rank's GPU, after making it the current one, or the CPU; without a topology, only the device type.
+def select_device(topology: Topology | None, transport: str = "") -> torch.device:
+    """Return this rank's accelerator, after making it the current one, or the CPU; only the type without a topology.
 
-    A launcher that shows each rank only one GPU makes that GPU number 0 on every rank.
+    A launcher that shows each rank only one GPU makes that GPU number 0 on every rank. Ranks share GPUs where a
+    transport was requested that moves tensors through host memory: collective libraries want a GPU for each.
     """
     import torch
 
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if topology is None:
-        return torch.device("cuda")
-    count = torch.cuda.device_count()
-    index = 0 if count == 1 else topology.local_rank
+    from dualdist.backends.native.libraries import library_of
+    from dualdist.utils import accelerator
+
+    kind = accelerator.kind()
+    if kind is None or topology is None:
+        return torch.device(kind or "cpu")
+    count = accelerator.count()
+    is_shared = transport in THROUGH_HOST or not library_of(kind)
+    index = topology.local_rank % count if is_shared or count == 1 else topology.local_rank
     if index >= count:
         raise TopologyError(
             f"local rank {topology.local_rank} of {topology.local_size} sees {count} GPUs: start at most one rank "
-            "a GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            f"a GPU, let ranks share them through host memory ({TRANSPORT}=gloo or mpi), or hide the GPUs "
+            "(CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return accelerator.select(index)
 
 
 def select_backend(requested: str, topology: Topology) -> str:
@@ -74,7 +79,7 @@ def select_backend(requested: str, topology: Topology) -> str:
 def _find_mpi_libraries() -> tuple[bool, bool, bool]:
     from dualdist.backends.horovod import backend
 
-    return backend.is_built_with_mpi(), find_spec("mpi4py") is not None, select_device(None).type == "cuda"
+    return backend.is_built_with_mpi(), find_spec("mpi4py") is not None, select_device(None).type != "cpu"
 
 
 def default_backend(launcher: str, find_libraries: Callable[[], tuple[bool, bool, bool]]) -> tuple[str, str]:
@@ -102,93 +107,6 @@ def default_backend(launcher: str, find_libraries: Callable[[], tuple[bool, bool
     return NATIVE, f"{launcher} started MPI, and neither mpi4py nor a Horovod with MPI is installed"
 
 
-@dataclass(frozen=True)
-class ChoiceConditions:
-    """The jobs that a saved choice is for, on one host. `device` is "cpu" or the GPU's name, `cores` are the host's."""
-
-    processor: str
-    cores: int
-    device: str
-    launcher: str
-    mpi: bool  # the launcher started MPI
-    ranks: int
-    threads: int  # torch's, per rank
-
-    @classmethod
-    def here(cls, device: str, launcher: str, ranks: int, *, threads: int, mpi: bool) -> ChoiceConditions:
-        from dualdist.utils.machine import machine, machine_cores
-
-        return cls(machine().processor, machine_cores(), device, launcher, mpi, ranks, threads)
-
-    def __str__(self) -> str:
-        ranks = f"{self.ranks} ranks of {_format_threads(self.threads)}"
-        return f"{self.launcher} with {ranks} on {self.cores} cores of {self.processor}, {self.device}"
-
-
-@dataclass(frozen=True)
-class SavedChoice:
-    """A saved choice of backend and transport, with its date and reason."""
-
-    conditions: ChoiceConditions
-    backend: str
-    transport: str
-    at: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.backend} over {self.transport}, as dualdist compare found on {self.at}: {self.why}"
-
-
-def choices_path(environ: Mapping[str, str]) -> Path:
-    folder = environ.get(CONFIG) or Path(environ.get(HOME) or os.path.expanduser("~"), ".config")
-    return Path(folder, "dualdist", "choices.json")
-
-
-def load_choices(path: Path) -> list[SavedChoice]:
-    """Read a file of choices, [] if there is none; raise UsageError if it is damaged or of another version."""
-    try:
-        if not path.is_file():  # opening a pipe would block
-            return []
-        content = json.loads(path.read_text())
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']!r}, expected {SCHEMA}")
-        choices = [
-            SavedChoice(**{**fields, "conditions": ChoiceConditions(**fields["conditions"])})
-            for fields in content["choices"]
-        ]
-        hash(tuple(choice.conditions for choice in choices))
-        return choices
-    except (FileNotFoundError, PermissionError):
-        return []
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UsageError(f"{path}: these saved choices cannot be read ({error!r}): delete the file") from error
-
-
-def save_choices(path: Path, choices: Sequence[SavedChoice]) -> None:
-    """Add choices to a file, replacing those for the same conditions; raise UsageError if it cannot be written."""
-    replaced = {choice.conditions for choice in choices}
-    content = [*(choice for choice in load_choices(path) if choice.conditions not in replaced), *choices]
-    text = json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in content]}, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, f"{text}\n")
-    except OSError as error:
-        raise UsageError(f"{path}: the choice cannot be saved ({error.strerror}); set {CONFIG} to a folder") from error
-
-
-def is_applicable(topology: Topology) -> bool:
-    """Return True if saved choices apply to such a job: several ranks that are known to share one host."""
-    is_on_one_host = topology.local_size == topology.size and "local_size" not in topology.inferred
-    return topology.launcher != "none" and is_on_one_host
-
-
-def find_choice(saved: Sequence[SavedChoice], topology: Topology, device: str, threads: int) -> SavedChoice | None:
-    """Return the choice saved for such a job on such a host, else one for another number of threads, else None."""
-    here = ChoiceConditions.here(device, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
-    similar = [choice for choice in saved if replace(choice.conditions, threads=threads) == here]
-    return next((choice for choice in similar if choice.conditions == here), next(iter(similar), None))
-
-
 def matching_choice(
     topology: Topology, transport: str, environ: Mapping[str, str], print_line: Print
 ) -> SavedChoice | None:
@@ -202,7 +120,7 @@ def matching_choice(
         return None
     import torch
 
-    from dualdist.utils.machine import device_name
+    from dualdist.utils.accelerator import device_name
 
     threads = torch.get_num_threads()
     found = find_choice(saved, topology, device_name(select_device(None)), threads)
@@ -223,14 +141,10 @@ def _problem(saved: SavedChoice, threads: int) -> str | None:
     compared = saved.conditions.threads
     if threads != compared:
         return (
-            f"ranks had {_format_threads(compared)} there, and have {_format_threads(threads)} here: "
+            f"ranks had {format_threads(compared)} there, and have {format_threads(threads)} here: "
             f"OMP_NUM_THREADS={compared} takes it"
         )
     return spec.problem(saved.transport)
-
-
-def _format_threads(count: int) -> str:
-    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def describe_choice(saved: SavedChoice, environ: Mapping[str, str]) -> str:

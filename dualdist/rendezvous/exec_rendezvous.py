@@ -4,39 +4,38 @@ Note [MPI last]: MPI starts once in a process, and the program may want to start
 a Unix socket that is named after their launcher's process. Only ranks on several hosts, under a launcher that has
 neither an address nor a store, exchange the address by MPI, which then runs until the program ends.
 
-Note [strangers]: any user of a host may bind and connect to the names of Linux's abstract namespace. So both sides drop
-connections of other users, and there are several names, of which rank 0 takes the first that is free. Whoever connects
-and sends nothing, there or at a port, keeps nobody waiting.
+Any user of a host may hold a name of Linux's abstract namespace. So both sides drop connections of other users, and
+there are several names, of which rank 0 takes the first that is free.
 """
 
 import contextlib
 import errno
-import json
 import os
-import select
 import socket
-import struct
-import time
-from collections.abc import Generator, Mapping, MutableMapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dualdist.backends.mpi import world
 from dualdist.environments.env_values import MASTER, RENDEZVOUS, get_integer, get_value
-from dualdist.errors import RendezvousError, TopologyError, UsageError
-from dualdist.rendezvous.address_exchange import (
-    AddressExchange,
-    BroadcastAddressExchange,
-    publish_listener,
-    rendezvous_endpoint,
+from dualdist.errors import RendezvousError, TopologyError
+from dualdist.rendezvous import line_store
+from dualdist.rendezvous.address_exchange import AddressExchange, BroadcastAddressExchange, rendezvous_endpoint
+from dualdist.rendezvous.line_store import LineStore
+from dualdist.rendezvous.meeting import (
+    READ_VERDICT_S,
+    LocationExchange,
+    address_of_rank_0,
+    interface_between_nodes,
+    open_store,
 )
-from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report, with_location
-from dualdist.topology import RankLocation, Topology
+from dualdist.rendezvous.rank_assignment import make_report, with_location
+from dualdist.topology import Topology
 from dualdist.utils import network_interfaces
-from dualdist.utils.deadline import LONGEST_POLL_S, Deadline, call_within
-from dualdist.utils.network_interfaces import LOOPBACK, PROBE_S, StoreAddress
+from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.network_interfaces import LOOPBACK
+from dualdist.utils.unix_peer import connect_to_own
 
 # Set by `dualdist run` where the ranks are on hosts that were given to it: where rank 0 listens.
 RUN_RENDEZVOUS = "DUALDIST_RUN_RENDEZVOUS"
@@ -44,11 +43,7 @@ EXEC_SUFFIX = "-exec"
 POLL_S = 0.02
 UNIX_NAME = 100  # bytes at most, to which a number is added
 UNIX_NAMES = 16
-PEER = "3i"  # unix(7): struct ucred
-# Connections that have sent less than a report, of which the oldest is dropped: a rank connects again.
-MAX_SILENT = 64
-MAX_REPORT_BYTES, MAX_ANSWER_BYTES = 1 << 16, 1 << 26
-ERRORS = {kind.__name__: kind for kind in (TopologyError, RendezvousError)}
+KEY = "exec"
 
 
 @dataclass(frozen=True)
@@ -66,28 +61,37 @@ Endpoint = str | tuple[str, int] | AddressExchange
 
 
 def meet(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> ExecRendezvous:
-    """Exchange the ranks' locations: each sends a report to rank 0, and is answered when all have come."""
-    host = network_interfaces.host_identity(environ)
+    """Exchange the ranks' locations at a store that rank 0 serves, as dd.init() does, and agree on a port."""
+    host, rank = network_interfaces.host_identity(environ), topology.rank
     report = make_report(topology, host, "exec")
     endpoint = _find_endpoint(topology, environ, deadline)
-    if topology.rank == 0:
-        with _listen(endpoint, topology, host) as listener:
-            answer = _serve(listener, report, get_integer(environ, MASTER[1]) or 0, deadline)
-        if not isinstance(endpoint, str | tuple):
-            endpoint.withdraw()
+    if isinstance(endpoint, str):
+        store = _meet_on_host(endpoint, rank, deadline)
     else:
-        answer = _ask(endpoint, report, deadline)
-    if answer["error"]:
-        kind, message = answer["error"]
-        raise ERRORS[kind](message)
-    locations = [RankLocation(*location) for location in answer["locations"]]
+        store = open_store(endpoint, topology, host, deadline, line_store.connect)
+    has_port = isinstance(endpoint, tuple) and endpoint[1] == get_integer(environ, MASTER[1])  # on which rank 0 listens
+    have_met = False
+    try:
+        locations = LocationExchange(store, report, KEY, deadline, "start").run()
+        if rank == 0:
+            wanted = get_integer(environ, MASTER[1]) or 0
+            store.set(f"{KEY}/port", str(wanted if has_port else reserve_port(wanted)))
+        port = int(store.get(f"{KEY}/port", deadline.left_s()))
+        reached = address_of_rank_0(store, locations, rank, KEY, deadline)
+        have_met = True
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {rank} waited {deadline.timeout_s:g} s for rank 0 to choose a port") from error
+    finally:
+        store.close(deadline if have_met else Deadline(READ_VERDICT_S))
+        if rank == 0 and not isinstance(endpoint, str | tuple):
+            endpoint.withdraw()
+    if rank == 0 and has_port:
+        reserve_port(port)
     interface = None
-    if len({location.host for location in locations}) > 1:
-        is_local = locations[topology.rank].host == locations[0].host  # where the route to that address is loopback
-        find = network_interfaces.find_interface if is_local else network_interfaces.interface_towards
-        with contextlib.suppress(RendezvousError):
-            interface = find(network_interfaces.resolve_address(answer["address"]))
-    return ExecRendezvous(answer["address"], answer["port"], with_location(topology, locations), interface)
+    with contextlib.suppress(RendezvousError):
+        interface = interface_between_nodes(reached, locations, rank)
+    address = reached or (endpoint[0] if isinstance(endpoint, tuple) else LOOPBACK)
+    return ExecRendezvous(address, port, with_location(topology, locations), interface)
 
 
 def _find_endpoint(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Endpoint:
@@ -122,17 +126,19 @@ def _find_launcher(variable: str, environ: Mapping[str, str]) -> str | None:
     return None  # hidden, or a container with its own processes
 
 
-def _listen(endpoint: Endpoint, topology: Topology, host: str) -> socket.socket:
-    """Return rank 0's listening socket, and publish its address."""
-    if isinstance(endpoint, str):
-        return _listen_at(_unix_names(endpoint))
-    if isinstance(endpoint, tuple):
-        return network_interfaces.open_listener(endpoint[1], loopback_only=False)
-    return publish_listener(endpoint, topology, host)
-
-
-def _unix_names(endpoint: str) -> list[str]:
-    return [f"{endpoint}-{number}" for number in range(UNIX_NAMES)]
+def _meet_on_host(name: str, rank: int, deadline: Deadline) -> LineStore:
+    """Connect to the store at the first of the names that no other user holds; rank 0 serves it."""
+    names = [f"{name}-{number}" for number in range(UNIX_NAMES)]
+    where = "a Unix socket named after the launcher"
+    if rank == 0:
+        return line_store.serve(_listen_at(names), LOOPBACK, where)
+    while True:
+        found = next(filter(None, map(connect_to_own, names)), None)
+        if found is not None:
+            return LineStore(found, LOOPBACK, where)
+        if deadline.passed():
+            raise RendezvousError(f"rank {rank} waited {deadline.timeout_s:g} s for rank 0 to start: did it end?")
+        deadline.sleep(POLL_S)
 
 
 def _listen_at(names: list[str]) -> socket.socket:
@@ -144,7 +150,7 @@ def _listen_at(names: list[str]) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousError(f"rank 0 cannot listen on a Unix socket ({error.strerror})") from error
-            if (holder := _connect_to_own(name)) is not None:
+            if (holder := connect_to_own(name)) is not None:
                 holder.close()
                 raise TopologyError("two processes are rank 0: is one left over from another job?") from error
             continue
@@ -154,188 +160,6 @@ def _listen_at(names: list[str]) -> socket.socket:
         "other users of this host hold the names by which its ranks meet: set MASTER_ADDR and MASTER_PORT, "
         f"or {RENDEZVOUS}=file:///a/folder/name"
     )
-
-
-def _connect_to_own(name: str) -> socket.socket | None:
-    """Return a connection to the process of this user that listens at the name, or None, without waiting."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.setblocking(False)
-    with contextlib.suppress(OSError):  # nobody listens there, or nobody accepts
-        connection.connect(name)
-        if _is_own(connection):
-            return connection
-    connection.close()
-    return None
-
-
-def _is_own(connection: socket.socket) -> bool:
-    """Return True unless another user's process is at the other end of a Unix socket."""
-    if connection.family != socket.AF_UNIX:
-        return True
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(PEER))
-    return bool(struct.unpack(PEER, credentials)[1] == os.getuid())
-
-
-def _serve(listener: socket.socket, own: RankReport, wanted_port: int, deadline: Deadline) -> dict[str, Any]:
-    """Collect the reports of all ranks, and answer each; return the answer for rank 0 itself."""
-    peers: list[tuple[socket.socket, str]] = []
-    error, locations = list[str](), list[tuple[Any, ...]]()
-    try:
-        locations = [astuple(location) for location in assign_locations(_collect(listener, own, peers, deadline))]
-    except (TopologyError, RendezvousError) as problem:
-        error = [type(problem).__name__, str(problem)]
-    listener.close()  # before the answers: the program may listen on the same port
-    address = next((reached for _, reached in peers if reached), LOOPBACK)
-    answer = {"error": error, "locations": locations, "address": address, "port": reserve_port(wanted_port)}
-    for connection, reached in peers:
-        with contextlib.suppress(OSError), connection:
-            connection.settimeout(PROBE_S)
-            connection.sendall(f"{json.dumps({**answer, 'address': reached or address})}\n".encode())
-    return answer
-
-
-def _collect(
-    listener: socket.socket, own: RankReport, peers: list[tuple[socket.socket, str]], deadline: Deadline
-) -> list[RankReport]:
-    """Return the reports of all ranks; each one's connection, and rank 0's address if remote, is added to `peers`."""
-    reports = {own.rank: own}
-    with contextlib.closing(_receive_lines(listener, deadline)) as lines:
-        for connection, line in lines if own.size > 1 else ():
-            try:
-                hello = json.loads(line)
-                other, reached = RankReport.loads(hello["report"]), str(hello["reached"])
-                peer_rank, peer_size = int(other.rank), int(other.size)
-            except (ValueError, TypeError, KeyError, RecursionError):  # a probe, or a stranger
-                connection.close()
-                continue
-            peers.append((connection, reached))
-            if peer_size != own.size:
-                raise TopologyError(
-                    f"rank {peer_rank} of {peer_size} met ranks of a job of {own.size}: were all started by one "
-                    "command?"
-                )
-            if peer_rank in reports:
-                raise TopologyError(
-                    f"two processes are rank {peer_rank} of {own.size}: is one left over from another job?"
-                )
-            reports[peer_rank] = other
-            if len(reports) == own.size:
-                break
-    missing = [rank for rank in range(own.size) if rank not in reports]
-    if len(reports) < own.size:
-        raise RendezvousError(
-            f"rank 0 waited {deadline.timeout_s:g} s for all {own.size} ranks to start; missing: {missing}"
-        )
-    return [reports[rank] for rank in sorted(reports)]
-
-
-def _receive_lines(listener: socket.socket, deadline: Deadline) -> Generator[tuple[socket.socket, bytes], None, None]:
-    """Yield each connection of this user that sends a line, with the line, until the deadline: Note [strangers]."""
-    received: dict[socket.socket, bytes] = {}  # less than a line
-    listener.setblocking(False)
-    try:
-        while not deadline.passed():
-            for connection in _readable([listener, *received], deadline):
-                if connection is listener:
-                    received.update(dict.fromkeys(_accept(listener), b""))
-                    continue
-                before, data = received.pop(connection), _read(connection)
-                if b"\n" in data:
-                    yield connection, before + data.partition(b"\n")[0]
-                elif data and len(before) < MAX_REPORT_BYTES:
-                    received[connection] = before + data
-                else:
-                    connection.close()
-            for connection in list(received)[:-MAX_SILENT]:
-                del received[connection]
-                connection.close()
-    finally:
-        for connection in received:
-            connection.close()
-
-
-def _readable(sockets: Sequence[socket.socket], deadline: Deadline) -> list[socket.socket]:
-    poll = select.poll()
-    for each in sockets:
-        poll.register(each, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poll.poll(1000 * min(LONGEST_POLL_S, deadline.left_s()))}
-    return [each for each in sockets if each.fileno() in ready]
-
-
-def _accept(listener: socket.socket) -> list[socket.socket]:
-    """Return the next connection, unless it is another user's."""
-    try:
-        connection = listener.accept()[0]
-    except OSError:  # it is gone, or no file descriptor is left
-        time.sleep(POLL_S)
-        return []
-    if not _is_own(connection):
-        connection.close()
-        return []
-    connection.setblocking(False)
-    return [connection]
-
-
-def _read(connection: socket.socket) -> bytes:
-    """Return what has come, b"" at the end."""
-    with contextlib.suppress(OSError):
-        return connection.recv(MAX_REPORT_BYTES)
-    return b""
-
-
-def _ask(endpoint: Endpoint, report: RankReport, deadline: Deadline) -> dict[str, Any]:
-    """Send the report to rank 0 and return its answer."""
-    while True:
-        try:
-            connection, reached = _connect(endpoint, report.host, deadline)
-            with connection:
-                hello = {"report": report.dumps(), "reached": reached}
-                connection.sendall(f"{json.dumps(hello)}\n".encode())
-                return _receive(connection, deadline)
-        except UsageError:
-            raise
-        except (OSError, ValueError, TypeError, RecursionError, RendezvousError) as error:
-            if deadline.passed() or isinstance(endpoint, BroadcastAddressExchange):
-                where = "" if isinstance(endpoint, str | tuple) else f" {endpoint.describe()}"
-                raise RendezvousError(
-                    f"rank {report.rank} waited {deadline.timeout_s:g} s for all {report.size} ranks to start, "
-                    f"and rank 0 did not answer{where} ({error}): did one of them end?"
-                ) from error
-        deadline.sleep(POLL_S)
-
-
-def _connect(endpoint: Endpoint, host: str, deadline: Deadline) -> tuple[socket.socket, str]:
-    """Connect to rank 0 once; return the connection, and rank 0's address if it is on another host."""
-    timeout_s = max(0.1, min(PROBE_S, deadline.left_s()))
-    if isinstance(endpoint, str):
-        found = next(filter(None, map(_connect_to_own, _unix_names(endpoint))), None)
-        if found is None:
-            raise RendezvousError("it does not listen yet")
-        found.settimeout(timeout_s)
-        return found, ""
-    if isinstance(endpoint, tuple):
-        try:
-            return socket.create_connection(endpoint, timeout_s), endpoint[0]
-        except UnicodeError as error:
-            raise UsageError(f"rank 0 at {endpoint[0][:80]!r}:{endpoint[1]}: not a host name") from error
-    text = endpoint.read()
-    if text is None:
-        raise RendezvousError("no address there yet")
-    published = StoreAddress.loads(text)
-    address = published.reachable_address(host, deadline)
-    return socket.create_connection((address, published.port), timeout_s), "" if address == LOOPBACK else address
-
-
-def _receive(connection: socket.socket, deadline: Deadline) -> dict[str, Any]:
-    """Return the message of one line; ValueError if the connection is closed first."""
-    received = bytearray()
-    while not received.endswith(b"\n") and len(received) < MAX_ANSWER_BYTES:
-        connection.settimeout(max(deadline.left_s(), 0.001))
-        data = connection.recv(MAX_REPORT_BYTES)
-        if not data or deadline.passed():
-            break
-        received += data
-    return dict(json.loads(received))
 
 
 def reserve_port(wanted: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dualdist.errors import TopologyError
+from dualdist.liveness.process_state import ProcessIdentity
 from dualdist.topology import RankLocation, Topology
 
 
@@ -107,3 +108,11 @@ def with_location(topology: Topology, locations: Sequence[RankLocation]) -> Topo
                 "is a variable left over from another launcher?"
             )
     return replace(topology, **found, inferred=frozenset())
+
+
+def processes_here(locations: Sequence[RankLocation], rank: int) -> list[ProcessIdentity | None]:
+    """Return the processes of all ranks, None for those on other hosts than this rank."""
+    return [
+        ProcessIdentity.loads(each.process) if each.process and each.host == locations[rank].host else None
+        for each in locations
+    ]

@@ -1,7 +1,4 @@
-"""Rendezvous of the ranks at one key-value store, where they exchange what they know of themselves.
-
-Rank 0 listens at the address that the launcher names. If it names none, rank 0 listens on a free port and publishes its
-address by what the launcher offers: MPI, the store of Horovod's launcher, or a file in a folder that all ranks see.
+"""Rendezvous of the ranks of a session at one of torch's stores; later sessions use it again.
 
 Note [elastic generations]: the store of torchrun's agent outlives the ranks, with the keys of earlier ranks in it, and
 no variable numbers the generation of ranks: torchrun counts restarts on each host separately, and not those after
@@ -11,42 +8,32 @@ generation answers with that number. Questions left from earlier generations are
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Store
-from dualdist.backends.native import store as native_store
+from dualdist.backends.native.store import connect
 from dualdist.environments.env_values import RENDEZVOUS
-from dualdist.errors import DualdistError, RendezvousError, TopologyError
-from dualdist.monitoring import process_state
-from dualdist.rendezvous.address_exchange import (
-    AddressExchange,
-    FileAddressExchange,
-    publish_listener,
-    rendezvous_endpoint,
-)
-from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
+from dualdist.errors import DualdistError, RendezvousError
+from dualdist.liveness import process_state
+from dualdist.rendezvous.address_exchange import AddressExchange, rendezvous_endpoint
+from dualdist.rendezvous.meeting import LocationExchange, address_of_rank_0, interface_between_nodes, open_store
+from dualdist.rendezvous.rank_assignment import make_report
+from dualdist.rendezvous.records import Request
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline, call_within
-from dualdist.utils.network_interfaces import StoreAddress
 
 if TYPE_CHECKING:
-    from dualdist.rendezvous.open_session import SessionConfig
+    from dualdist.backends.base import Store
 
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 GENERATIONS = "dualdist/generations"
 POLL_S = 0.01
 # The store may report a timeout so many seconds late.
 GRACE_S = 1.0
-# Rank 0 serves the store for so many seconds more, until every other rank has read why rendezvous failed.
-READ_VERDICT_S = 5.0
 
 
-def join_store(config: SessionConfig, backend: str) -> tuple[Store, str, list[RankLocation], str | None]:
+def join_store(request: Request, backend: str) -> tuple[Store, str, list[RankLocation], str | None]:
     """Connect all ranks to one store, the known one in a later session, and exchange their locations.
 
     Every rank calls this with the backend that it will use. Errors are raised on every rank that takes part.
@@ -55,24 +42,34 @@ def join_store(config: SessionConfig, backend: str) -> tuple[Store, str, list[Ra
         The store, the prefix of this session's keys in it, the locations of all ranks, and this rank's network
         interface towards the other nodes, None if there are none.
     """
-    topology, environ, known = config.topology, config.environ, config.rendezvous
-    host, deadline = network_interfaces.host_identity(environ), Deadline(config.timeout_s)
-    report = make_report(topology, host, backend, config.transport, process_state.current_process().dumps())
+    topology, environ, known = request.topology, request.environ, request.rendezvous
+    host, deadline = network_interfaces.host_identity(environ), Deadline(request.timeout_s)
+    report = make_report(topology, host, backend, request.transport, process_state.current_process().dumps())
     connected: list[tuple[Store, AddressExchange | None]] = []
 
     def meet() -> tuple[Store, str, list[RankLocation], str | None]:
-        connected.append((known.store, None) if known.store else _open_store(topology, environ, host, deadline))
-        store = connected[0][0]
+        if known.store is None:
+            agent = known.agent
+            endpoint = rendezvous_endpoint(topology, environ, deadline) if agent is None else agent.address_exchange()
+            is_served = topology.rendezvous == "agent" and not environ.get(RENDEZVOUS)
+            store: Store = open_store(endpoint, topology, host, deadline, connect, is_served=is_served)
+            connected.append((store, None if isinstance(endpoint, tuple) else endpoint))
+        else:
+            store = known.store
+            connected.append((store, None))
         if known.store is None and may_restart(topology, environ):
             known.generation = agree_on_generation(store, topology, deadline)
-        key = f"{config.key}/{known.generation}" if known.generation else config.key
+        key = f"{request.key}/{known.generation}" if known.generation else request.key
         locations = LocationExchange(store, report, key, deadline).run()
-        return store, key, locations, _interface(store, locations, topology.rank, key, deadline)
+        address = address_of_rank_0(store, locations, topology.rank, key, deadline)
+        return store, key, locations, interface_between_nodes(address, locations, topology.rank)
 
     def late() -> DualdistError:
         waited = f"rank {topology.rank} waited {deadline.timeout_s:g} s for"
         if not connected:
             where = environ.get(RENDEZVOUS) or topology.address or topology.rendezvous
+            if topology.rendezvous == "run":
+                return RendezvousError(f"{waited} rank 0's address, which `dualdist run` passes on")
             return RendezvousError(f"{waited} the network or the shared folder by which the ranks meet ({where})")
         return RendezvousError(
             f"{waited} an answer of the store at {connected[0][0].endpoint}: "
@@ -126,135 +123,3 @@ def _answer_questions(store: Store, number: str, size: int, deadline: Deadline) 
                 f"{size - 1 - here} of them did not"
             )
         deadline.sleep(POLL_S)
-
-
-def _interface(store: Store, locations: list[RankLocation], rank: int, key: str, deadline: Deadline) -> str | None:
-    """Return the network interface towards the other nodes, None if there is one node.
-
-    A rank of another node publishes the address by which it reached rank 0: on rank 0's own node the route to that
-    address is loopback, which the other nodes do not reach.
-    """
-    first = locations[0].node_rank
-    remote = next((other for other, location in enumerate(locations) if location.node_rank != first), None)
-    if remote is None:
-        return None
-    if rank == remote:
-        store.set(f"{key}/reached", network_interfaces.resolve_address(store.address))
-    if locations[rank].node_rank != first:
-        return network_interfaces.interface_towards(store.address)
-    try:
-        return network_interfaces.find_interface(store.get(f"{key}/reached", deadline.left_s()))
-    except TimeoutError as error:
-        raise RendezvousError(
-            f"rank {rank} waited {deadline.timeout_s:g} s for the address by which rank {remote} reached rank 0"
-        ) from error
-
-
-def _open_store(
-    topology: Topology, environ: MutableMapping[str, str], host: str, deadline: Deadline
-) -> tuple[Store, AddressExchange | None]:
-    """Connect to the job's store, served by rank 0 or the launcher; return it and the address exchange used."""
-    endpoint = rendezvous_endpoint(topology, environ, deadline)
-    if not isinstance(endpoint, tuple):
-        return serve_or_connect(endpoint, topology, host, deadline), endpoint
-    address, port = endpoint
-    agent = topology.rendezvous == "agent" and not environ.get(RENDEZVOUS)
-    if topology.rank == 0 and not agent:
-        listener = network_interfaces.open_listener(port, loopback_only=False)
-        return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline), None
-    who = "the store of the launcher" if agent else "rank 0 (MASTER_ADDR, MASTER_PORT)"
-    network_interfaces.wait_until_listening(address, port, deadline, who)
-    return native_store.connect(address, port, None, deadline), None
-
-
-def serve_or_connect(exchange: AddressExchange, topology: Topology, host: str, deadline: Deadline) -> Store:
-    """Serve a store on a free port and publish its address (rank 0), or read the address and connect."""
-    if topology.rank == 0:
-        listener = publish_listener(exchange, topology, host)
-        return native_store.connect(network_interfaces.LOOPBACK, listener.getsockname()[1], listener, deadline)
-    pause_s = 0.002  # rank 0 mostly comes at the same time
-    while True:
-        text = exchange.read()
-        if text is not None:
-            published = StoreAddress.loads(text)
-            try:
-                address = published.reachable_address(host, deadline)
-                return native_store.connect(address, published.port, None, deadline)
-            except RendezvousError:
-                if deadline.passed() or not isinstance(exchange, FileAddressExchange):
-                    raise  # else read again: the file may be of a job that was killed
-        if deadline.passed():
-            raise RendezvousError(
-                f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0's address {exchange.describe()}"
-            )
-        deadline.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-
-
-@dataclass(frozen=True)
-class LocationExchange:
-    """Exchange of the ranks' reports under a key of the store, and the verdict on them.
-
-    Each rank sends a fixed number of messages; the last one to arrive reads all reports and writes the verdict. A rank
-    that is missing, is there twice, or contradicts the others is an error on every rank that takes part.
-    """
-
-    store: Store
-    report: RankReport
-    key: str
-    deadline: Deadline
-
-    def run(self) -> list[RankLocation]:
-        """Publish this rank's report and return the locations of all ranks in rank order."""
-        store, key, rank, size = self.store, self.key, self.report.rank, self.report.size
-        try:
-            problem = self._publish_report()
-            if problem:  # raised here, whatever the verdict already is
-                self._write_verdict(problem)
-            else:
-                problem, locations = json.loads(store.get(f"{key}/verdict", self.deadline.left_s()))
-        except TimeoutError as late:
-            missing = [other for other in range(size) if not store.has(f"{key}/report/{other}")]
-            raise RendezvousError(
-                f"rank {rank} waited {self.deadline.timeout_s:g} s for all {size} ranks to call dd.init(); "
-                f"{'missing: ' + str(missing) if missing else 'all came, the last one too late'}"
-            ) from late
-        if problem:
-            self._leave_together()
-            raise TopologyError(problem)
-        return [RankLocation(*location) for location in locations]
-
-    def _publish_report(self) -> str:
-        """Publish this rank's report, and write the verdict if it is the last; return why it does not fit, or ""."""
-        store, key, rank, size = self.store, self.key, self.report.rank, self.report.size
-        if store.add(f"{key}/came/{rank}", 1) > 1:
-            return f"two processes are rank {rank} of {size}: is one left over from another job?"
-        store.set(f"{key}/report/{rank}", self.report.dumps())
-        count = store.add(f"{key}/count", 1)
-        if count == 1:
-            store.set(f"{key}/size", str(size))
-        elif (others := int(store.get(f"{key}/size", self.deadline.left_s()))) != size:
-            return f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?"
-        if count == size:
-            arrived = [name for other in range(size) if store.has(name := f"{key}/report/{other}")]
-            reports = [RankReport.loads(store.get(name, self.deadline.left_s())) for name in arrived]
-            try:
-                self._write_verdict("", assign_locations(reports))
-            except TopologyError as error:
-                self._write_verdict(str(error))
-        return ""
-
-    def _write_verdict(self, problem: str, locations: Sequence[RankLocation] = ()) -> None:
-        """Write the verdict, a problem or the locations of all ranks, unless there is one already."""
-        if self.store.add(f"{self.key}/judges", 1) == 1:
-            verdict = json.dumps([problem, [astuple(location) for location in locations]])
-            self.store.set(f"{self.key}/verdict", verdict)
-
-    def _leave_together(self) -> None:
-        """Count this rank as one that knows of the failure; rank 0, with whose exit the store may end, awaits all."""
-        with contextlib.suppress(RendezvousError):  # the store is gone: the failure says more
-            informed = self.store.add(f"{self.key}/informed", 1)
-            until = Deadline(min(READ_VERDICT_S, self.deadline.left_s()))
-            while self.report.rank == 0 and informed < self.report.size and not until.passed():
-                until.sleep(POLL_S)
-                informed = self.store.add(f"{self.key}/informed", 0)

@@ -22,6 +22,8 @@ T = TypeVar("T")
 EXIT_S, EXIT_FAILED_S = 10.0, 2.0
 STDERR = 2
 READ_S, POLL_S = 1.0, 0.001
+# Seconds between two calls of call_within()'s find_problem.
+PROBLEM_POLL_S = 0.1
 READ_BYTES = 1 << 16
 LONGEST_POLL_S = 3600.0  # poll() takes no infinity
 
@@ -43,6 +45,20 @@ class Deadline:
     def sleep(self, seconds: float) -> None:
         """Sleep for `seconds`, but not past the deadline."""
         time.sleep(min(seconds, self.left_s()))
+
+
+class ProgressLimit:
+    """The time limit of a wait, which begins anew whenever something has made progress."""
+
+    def __init__(self) -> None:
+        self._deadline = Deadline(0.0)
+        self._progress: object = None
+
+    def deadline(self, timeout_s: float, progress: object) -> Deadline:
+        """Return the deadline, `timeout_s` after `progress` was another one for the first time."""
+        if progress != self._progress:
+            self._deadline, self._progress = Deadline(timeout_s), progress
+        return self._deadline
 
 
 class LineReader:
@@ -68,11 +84,16 @@ class LineReader:
         return line + newline
 
 
-def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], DualdistError]) -> T:
-    """Return call(), or raise late() after timeout_s seconds.
+def call_within(
+    timeout_s: float,
+    call: Callable[[], T],
+    late: Callable[[], DualdistError],
+    find_problem: Callable[[], DualdistError | None] = lambda: None,
+) -> T:
+    """Return call(), or raise late() after timeout_s seconds, or what `find_problem` returns in the meantime.
 
     The call runs in a daemon thread. If it never returns, the thread stays behind without keeping the process alive:
-    the caller is expected to end the job.
+    the caller is expected to end the job, or to leave what the thread waits for alone.
     """
     outcome: Future[T] = Future()
 
@@ -83,8 +104,12 @@ def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], Dual
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="dualdist-deadline", daemon=True).start()
-    if not wait([outcome], timeout_s).done:
-        raise late()
+    deadline = Deadline(timeout_s)
+    while not wait([outcome], min(PROBLEM_POLL_S, deadline.left_s())).done:
+        if (problem := find_problem()) is not None:
+            raise problem
+        if deadline.passed():
+            raise late()
     return outcome.result()
 
 

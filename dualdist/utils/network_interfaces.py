@@ -18,12 +18,18 @@ from dualdist.utils.deadline import Deadline
 LOOPBACK = "127.0.0.1"
 SLURM_NODE_NAME = "SLURMD_NODENAME"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
-IPV6_INTERFACES = "/proc/net/if_inet6"  # each line starts with an address and ends with its interface
+# A line for each address of IPv6: its digits, three numbers, the flags of rtnetlink(7), and its interface.
+IPV6_INTERFACES = "/proc/net/if_inet6"
+GLOBAL_SCOPE, UNUSABLE_FLAGS = "00", 0x01 | 0x08 | 0x20 | 0x40  # temporary, failed, deprecated, tentative
 PROBE_S = 5.0
 
 
 def list_interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one, by the interface's name."""
+    """Return the IPv4 address of each interface, or its address of IPv6, by the interface's name."""
+    return {**_list_ipv6(), **_list_ipv4()}
+
+
+def _list_ipv4() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -33,15 +39,44 @@ def list_interfaces() -> dict[str, str]:
     return found
 
 
+def _list_ipv6() -> dict[str, str]:
+    """Return a lasting address of IPv6 of each interface that has one which other hosts reach."""
+    found: dict[str, str] = {}
+    for digits, _, _, scope, flags, name in _ipv6_lines():
+        if scope == GLOBAL_SCOPE and not int(flags, 16) & UNUSABLE_FLAGS:
+            found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
+
+
+def _ipv6_lines() -> list[list[str]]:
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        return [line.split() for line in Path(IPV6_INTERFACES).read_text().splitlines()]
+    return []
+
+
 def host_addresses() -> list[str]:
-    """Return this host's IPv4 addresses except loopback, that of its host name first."""
-    addresses = [address for address in list_interfaces().values() if not address.startswith("127.")]
+    """Return this host's addresses except loopback: of IPv4, that of its host name first, then of IPv6."""
+    addresses = [address for address in _list_ipv4().values() if not is_loopback(address)]
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
         if named in addresses:
             addresses.remove(named)
             addresses.insert(0, named)
-    return addresses
+    return [*addresses, *_list_ipv6().values()]
+
+
+def is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def format_endpoint(address: str, port: int) -> str:
+    """Return address:port, with an address of IPv6 in brackets."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def without_brackets(address: str) -> str:
+    """Return the address, without the brackets in which one of IPv6 may stand."""
+    return address[1:-1] if address.startswith("[") and address.endswith("]") else address
 
 
 def resolve_address(host: str) -> str:
@@ -68,12 +103,9 @@ def interface_towards(address: str) -> str | None:
 def find_interface(address: str) -> str | None:
     """Return this host's interface that has the address, or None."""
     if ":" not in address:
-        return next((name for name, each in list_interfaces().items() if each == address), None)
+        return next((name for name, each in _list_ipv4().items() if each == address), None)
     digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    with contextlib.suppress(OSError):
-        lines = [line.split() for line in Path(IPV6_INTERFACES).read_text().splitlines()]
-        return next((name for each, *_, name in lines if each == digits), None)
-    return None
+    return next((name for each, *_, name in _ipv6_lines() if each == digits), None)
 
 
 def host_identity(environ: Mapping[str, str]) -> str:
@@ -109,7 +141,7 @@ def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) 
         except OSError as error:
             if deadline.passed():
                 raise RendezvousError(
-                    f"{who} at {address}:{port} could not be reached within {deadline.timeout_s:g} s: "
+                    f"{who} at {format_endpoint(address, port)} could not be reached within {deadline.timeout_s:g} s: "
                     f"{failure_reason(error)}"
                 ) from error
         deadline.sleep(pause_s)

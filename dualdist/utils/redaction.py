@@ -25,7 +25,7 @@ OPTION_AND_VALUE = re.compile(
 SETTINGS = tuple(
     re.compile(pattern, re.MULTILINE)
     for pattern in (
-        r"""(?P<before>'(?P<name>\w+)=)(?:[^']|'"'"')*(?=')""",  # as shlex.quote() has name=value
+        r"""(?P<before>'(?P<name>\w+)=)(?:[^']|'"'"')*(?=')""",  # what shlex.quote() makes of name=value
         r"""(?P<before>"(?P<name>\w+)=)(?:\\.|[^"\\])*(?=")""",
         rf"(?P<before>\b(?P<name>\w+)=)(?:{QUOTED})",
         r"""(?P<before>\b(?P<name>\w+)=)[^\s'";&|]+""",
@@ -74,7 +74,7 @@ def _redact_word(word: str) -> str:
     word = OPTION_AND_VALUE.sub(
         lambda found: f"{found['before']}{HIDDEN}" if _is_secret_option(found["name"]) else found[0], word
     )
-    is_whole = equals and VARIABLE.fullmatch(name) and is_secret(name)  # with any blanks and quotes in its value
+    is_whole = equals and VARIABLE.fullmatch(name) and is_secret(name)
     return f"{name}={HIDDEN}" if is_whole else redact_text(word)
 
 

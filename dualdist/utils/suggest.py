@@ -3,12 +3,13 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dualdist.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+V = TypeVar("V", bound=Hashable)
 
 SHOWN = 8  # at most so many tensors or ranks are listed in an error
 # Names of Horovod and torch.distributed, and those of the same things here.
@@ -29,6 +30,7 @@ OUR_NAMES = {
     "get_world_size": "size",
     "init_process_group": "init",
     "no_sync": "wrap_optimizer with accumulate=",
+    "reduce": "allreduce",
     "reduce_scatter": "reducescatter",
     "world_size": "size",
 }
@@ -47,7 +49,7 @@ OUR_ARGUMENTS = {
     "src": "root=",
     "timeout": "timeout_s=",
 }
-# Words of the command line of other tools, or for a part of the thing, and ours.
+# Words of other tools' command lines, or of a part of a thing, and our words for them.
 SYNONYMS = {
     **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--num-proc", "--nprocs", "--np", "--ntasks"), "-np"),
     **dict.fromkeys(("mpi", "mpiexec", "openmpi", "mpich"), "mpirun"),
@@ -121,10 +123,16 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
 
 
+def ranks_by_value(values: Sequence[V], ranks: Sequence[int]) -> dict[V, list[int]]:
+    """Return for each different value, in the order of the ranks, which ranks have it."""
+    found: dict[V, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
 def format_by_rank(values: Sequence[object]) -> str:
     """Return e.g. "1 on rank 0, 2 on ranks 1, 2" for the value of each rank."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
+    ranks = ranks_by_value([*map(str, values)], range(len(values)))
     shown = [f"{text} on {format_ranks(members)}" for text, members in list(ranks.items())[:SHOWN]]
     return ", ".join(shown) + (f" and {len(ranks) - SHOWN} other values" if len(ranks) > SHOWN else "")

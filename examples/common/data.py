@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import dualdist as dd
 from common.ranks import fail
+from dualdist.utils.machine import usable_cores
 from dualdist.utils.torchvision_import import load_torchvision
 
 CLASSES = 10
@@ -72,13 +74,33 @@ def _train_and_test(kind: Any, folder: str, augmentation: list[Any], usual: list
 
 def limited(split: Split, images: int | None) -> Split:
     """At most so many images of each of the two."""
-    train_set, validation_set = (Subset(part, range(min(len(part), images or len(part)))) for part in split)
+    train_set, validation_set = (first(part, images) for part in split)
     return train_set, validation_set
+
+
+def first(dataset: Dataset[Any], images: int | None) -> Dataset[Any]:
+    """At most so many images."""
+    count = len(dataset)  # type: ignore[arg-type]
+    return Subset(dataset, range(min(count, images or count)))
 
 
 def share(dataset: Dataset[Any]) -> Dataset[Any]:
     """Every size-th sample, from this rank's number on: the ranks have all of them, and none twice."""
     return Subset(dataset, range(dd.rank(), len(dataset), dd.size()))
+
+
+def loading(workers: int, device: torch.device) -> dict[str, Any]:
+    """Options of loaders; forked workers would inherit the threads and connections of MPI and Horovod."""
+    pinned = {"pin_memory": device.type == "cuda"}
+    if workers == 0:
+        return pinned
+    return {**pinned, "num_workers": workers, "multiprocessing_context": "forkserver", "persistent_workers": True}
+
+
+def cores_of_rank() -> int:
+    """This rank's share of the cores: of its host's, or of those that its launcher has bound it to."""
+    own = dd.node_rank(), sorted(os.sched_getaffinity(0))
+    return max(1, usable_cores() // dd.allgather_object(own).count(own))
 
 
 def not_empty(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -43,7 +43,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "model": {"default": "resnet18", "help": "a classifier of torchvision, or mlp"},
     "image-size": {"type": number(int, minimum=8), "default": 32},
     "epochs": {"type": number(int, minimum=1), "default": 3},
-    "max-steps": {"type": number(int, minimum=1), "default": math.inf, "help": "end after so many steps"},
+    "max-steps": {"type": number(int, minimum=1), "default": math.inf, "metavar": "N", "help": "end after N steps"},
     "batch-size": {"type": number(int, minimum=1), "default": 32, "help": "per rank"},
     "lr": {"type": number(float), "default": 0.02, "help": "used as it stands, whatever the number of ranks"},
     "momentum": {"type": number(float), "default": 0.9},

@@ -39,10 +39,7 @@ def build_model(options: Options) -> nn.Module:
 
 
 def workers(options: Options) -> dict[str, Any]:
-    """What loaders are told; forked workers would inherit the threads and connections of MPI and Horovod."""
-    if options.workers == 0:
-        return {}
-    return {"num_workers": options.workers, "multiprocessing_context": "forkserver", "persistent_workers": True}
+    return data.loading(options.workers, options.device)
 
 
 class Pace:

@@ -62,7 +62,7 @@ def every_rank_drops_the_reduction_that_an_interrupted_backward_began() -> None:
         assert_reduced(mean_scale(), last, first)
         optimizer.step()
     optimizer.zero_grad()
-    for bucket in optimizer._dualdist_wrapper.reducer._buckets:
+    for bucket in optimizer._dualdist_wrapper.reducer.registry.buckets:
         bucket.reads_flags_late = True  # as on a GPU, where other ranks learn of it too late
     if dd.rank() == 0:
         interrupt("middle")

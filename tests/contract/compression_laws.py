@@ -267,7 +267,7 @@ def residuals_are_freed_after_their_optimizer() -> None:
         first, model = wrapped(net(), scheme), net()
         optimizer = wrapped(model, scheme)
         train(model, optimizer, range(2))
-        residuals = [*map(weakref.ref, get_wrapper(optimizer).reducer.export_feedback()["residuals"].values())]
+        residuals = [*map(weakref.ref, get_wrapper(optimizer).reducer.registry.export_state()["residuals"].values())]
         assert residuals
         del optimizer, model
         second = wrapped(net(), scheme)

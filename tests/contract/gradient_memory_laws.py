@@ -29,7 +29,7 @@ def watched(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def views(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[bool]:
     """Return for each gradient whether it is in one of the buckets."""
-    buckets = optimizer._dualdist_wrapper.reducer._buckets
+    buckets = optimizer._dualdist_wrapper.reducer.registry.buckets
     addresses = {bucket.values.untyped_storage().data_ptr() for bucket in buckets}
     return [p.grad.untyped_storage().data_ptr() in addresses for p in parameters if p.grad is not None]
 

@@ -117,6 +117,8 @@ def hvd_broadcast_functions_accept_what_scripts_pass() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (dd.rank() + 1))
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert torch.equal(model.weight, before), "a fresh Adam leaves the weights alone"
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any(), "of zeros, as after Horovod's own"
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert not optimizer.state
     lambdas = hvd.allgather_object({"rank": dd.rank()}, name="objects")
@@ -177,6 +179,8 @@ def hvd_init_with_some_ranks_numbers_them_from_0() -> None:
         assert (hvd.rank(), hvd.size()) == (pair.index(rank), len(pair))
         assert hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() == sum(pair)
         assert hvd.broadcast(torch.tensor([rank]), len(pair) - 1).item() == pair[-1]
+        if 0 in pair:  # the ranks of other jobs call none
+            hvd.SyncBatchNorm(1)(torch.ones(2, 1))
         assert os.environ["HOROVOD_RANK"] is not None
         assert not torch.distributed.is_initialized(), "the default group is the program's, as with Horovod"
         hvd.shutdown()

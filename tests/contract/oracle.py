@@ -59,8 +59,8 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def batch(rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(8, 6, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    x = torch.randn(8, 6, generator=generator, device="cpu").to(torch.get_default_device())
     return x, x[:, :2].sin()
 
 
@@ -121,7 +121,7 @@ def assert_close(
 
 def digest(model: nn.Module) -> str:
     tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in model.state_dict().values()]
-    return hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(torch.cat(tensors).cpu().numpy().tobytes()).hexdigest()
 
 
 def assert_same_everywhere(model: nn.Module) -> None:

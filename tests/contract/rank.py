@@ -7,6 +7,7 @@ A task is a law, one of TASKS, or RANDOM or SENT and a seed. Laws share a sessio
 
 import copy
 import gc
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from torch import nn
 import dualdist as dd
 from dualdist.errors import NotInitializedError
 
+ACCELERATOR = "DUALDIST_TESTS_ACCELERATOR"  # its collective library, or ""
 STEPS = 60
 BATCHES = 4  # a step, whatever the number of ranks: one, two and four ranks see the same data
 SEED = 3
@@ -31,7 +33,7 @@ SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 TIMEOUT_S = 40
 RANDOM = "random training "
 SENT = "tensors that cannot be sent "
-FULL_DRAWS = 1000  # in one task, of two minutes at most
+FULL_DRAWS = 500  # in one task, of a minute at most
 TOPOLOGY = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes", "launcher", "backend", "transport")
 
 
@@ -103,8 +105,19 @@ def run(backend: str | None, name: str) -> object:
             dd.shutdown()
 
 
+def use_accelerator(library: str) -> None:
+    """Let tensors be on the simulated accelerator, which has a collective library or none."""
+    from harness.accelerator import device
+
+    if library:
+        device.register_library()
+    torch.set_default_device(device.NAME)
+
+
 def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    if ACCELERATOR in os.environ:
+        use_accelerator(os.environ[ACCELERATOR])
     gc.freeze()  # wrapping an optimizer collects garbage, which takes 0.1 s with all the objects of torch
     backend = arguments[0] if arguments else None
     raises(NotInitializedError, dd.rank, "before dd.init()")

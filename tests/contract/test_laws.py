@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from contract import negotiation_laws, rank
+from contract.accelerators import laws_on_accelerators
 from contract.laws import ALONE, LAWS
 from contract.oracle import digest, loss_of, net
 from harness import leaks
+from harness.accelerator.build import build
 from harness.effort import Effort
 from harness.installed import lack
 from harness.jobs import Launch
@@ -43,9 +45,12 @@ class Cell:
     variables: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.started_by}-{self.asked or 'default'}-{self.transport}-{self.ranks}" + "-pure" * (
-            self.variables == PURE
-        )
+        kind = "-pure" * (self.variables == PURE) + "-accelerator" * self.has_accelerator
+        return f"{self.started_by}-{self.asked or 'default'}-{self.transport}-{self.ranks}{kind}"
+
+    @property
+    def has_accelerator(self) -> bool:
+        return rank.ACCELERATOR in dict(self.variables)
 
     def argv(self) -> list[str]:
         python = [sys.executable, PROGRAM, *filter(None, [self.asked])]
@@ -109,9 +114,16 @@ LAUNCHER_CELLS = [
     Cell("mpirun", "horovod", "mpirun", "horovod", "gloo", variables=GLOO),
     Cell("mpirun", "native", "mpirun", "native", "shm"),
 ]
-CELLS = [*LAW_CELLS, *FULL_LAW_CELLS, *TRANSPORT_CELLS, *LAUNCHER_CELLS]
-FULL = {*FULL_LAW_CELLS, *TRANSPORT_CELLS, *LAUNCHER_CELLS}
-# Each backend and transport once, where the full tier has ranks in any case, and the Python twin of the extension.
+# All tensors on the simulated accelerator, in the full tier: through host memory by all backends, and by a library.
+ACCELERATOR_CELLS = [
+    Cell("spawn", "", "spawn", "native", "shm", variables=((rank.ACCELERATOR, ""),)),
+    Cell("spawn", "", "spawn", "native", "simccl", variables=((rank.ACCELERATOR, "simccl"),)),
+    Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", variables=((rank.ACCELERATOR, ""),)),
+    Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo", variables=((rank.ACCELERATOR, ""),)),
+]
+CELLS = [*LAW_CELLS, *FULL_LAW_CELLS, *TRANSPORT_CELLS, *LAUNCHER_CELLS, *ACCELERATOR_CELLS]
+FULL = {*FULL_LAW_CELLS, *TRANSPORT_CELLS, *LAUNCHER_CELLS, *ACCELERATOR_CELLS}
+# Each backend and transport once, where the full tier has ranks in any case, and what runs without the extension.
 RANDOM_CELLS = [
     *(cell for cell in (*FULL_LAW_CELLS, *TRANSPORT_CELLS) if cell.ranks > 1 and cell.started_by != "mpiexec-mpich"),
     *(cell for cell in LAUNCHER_CELLS if (cell.started_by, cell.asked) == ("torchrun", "")),
@@ -160,6 +172,8 @@ def ranks(
         if shutil.which("mpiexec.mpich", path=base_env["PATH"]) is None:
             lack("mpiexec.mpich", "mpich")
         env |= of_mpich(launch.directory)
+    if cell.has_accelerator:
+        build()
     pool = RankPool(lambda more: launch.start(cell.argv(), env={**env, **more}), cell.ranks, leaks.LONG_LIVED.add)
     yield Ranks(cell, pool.run)
     pool.close()
@@ -200,6 +214,8 @@ def test_ordered_training_has_the_bits_of_one_process_that_adds_in_rank_order(ra
         *in_cells([*LAW_CELLS, *FULL_LAW_CELLS], [*LAWS, *ALONE]),
         *in_cells(TRANSPORT_CELLS, TRANSPORT_LAWS),
         *in_cells(LAUNCHER_CELLS, RENDEZVOUS_LAWS),
+        *in_cells(ACCELERATOR_CELLS[:1], laws_on_accelerators(has_library=False)),
+        *in_cells(ACCELERATOR_CELLS[1:2], laws_on_accelerators(has_library=True)),
     ],
     indirect=["ranks"],
 )
@@ -211,7 +227,7 @@ def test_the_law_holds(ranks: Ranks, law: str) -> None:
 @pytest.mark.parametrize("ranks", in_cells(RANDOM_CELLS), indirect=True)
 def test_random_trainings_match_one_process(ranks: Ranks, effort: Effort) -> None:
     """Always the same few; with --long many more. Every seventh has nothing that one rank does alone."""
-    for seed in range(effort(8, 1000)):
+    for seed in range(effort(6, 1000)):
         ranks.run(f"{rank.RANDOM}{seed}")
         effort.count("random trainings")
 

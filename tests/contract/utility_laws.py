@@ -21,8 +21,8 @@ from torch import nn
 
 import dualdist as dd
 from dualdist import session
-from dualdist.diagnostics import timeline
 from dualdist.errors import MismatchError, NotInitializedError, UsageError
+from dualdist.trace import timeline
 
 STEPS = 3
 
@@ -188,6 +188,7 @@ def samplers_that_differ_are_an_error_at_the_first_iteration_of_an_epoch_on_ever
         ({"dataset": range(40 + last)}, "samples is 40 on rank"),
         ({"dataset": half}, "subset is of indices 0, "),
         ({"shuffle": last}, "shuffle is False on rank"),
+        ({"weights": [1.0] * 7 + [1.0 + last], "dataset": range(8)}, "weights is SHA-256 "),
         ({"remainder": "pad" if last else "drop"}, "remainder is drop on rank"),
         ({"epoch": int(last)}, "epoch is 0 on rank"),
         ({"done": dd.size() * (1 + last)}, f"position is {dd.size()} on rank"),

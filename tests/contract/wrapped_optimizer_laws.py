@@ -1,8 +1,10 @@
 """The wrapped optimizer as an object: its class, hooks, copies and groups, Horovod's controls, several optimizers."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
+from dualdist.ddp.optimizer import get_wrapper
 from dualdist.errors import UsageError
 
 
@@ -347,6 +350,26 @@ def the_newest_optimizer_of_a_model_reduces() -> None:
         loss_of(model, dd.rank(), step).backward()
         assert_close(gradients(model), mean_gradients(model, (step,)))
         optimizer.step()
+
+
+@law
+def a_reduction_ends_with_the_last_reference_to_its_optimizer() -> None:
+    """Without the garbage collector, which runs at different times on the ranks."""
+    torch.optim.SGD(net().parameters(), lr=0.1)  # torch's first one imports what leaves cycles
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for options in ({}, {"shard": True}, {"check_every": 1}, {"compression": "topk"}):
+            model = net()
+            optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)  # type: ignore[arg-type]
+            loss_of(model, dd.rank()).backward()
+            optimizer.step()
+            alive = [*map(weakref.ref, (optimizer, get_wrapper(optimizer), get_wrapper(optimizer).reducer))]
+            del optimizer
+            assert [reference() for reference in alive] == [None] * len(alive), options
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @law

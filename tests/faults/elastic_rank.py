@@ -26,6 +26,7 @@ GLOBAL_BATCH = 6  # samples in a step of all ranks, however many those are
 EVERY = 3
 TIMEOUT_S = 20
 SEED = 5
+KILLERS: list[threading.Timer] = []  # until the training has ended, whose result would be there
 
 
 def inputs_of(samples: torch.Tensor) -> torch.Tensor:
@@ -50,8 +51,11 @@ def happens_first(folder: Path, what: str) -> bool:
 
 def kill(folder: Path, delay_ms: str) -> None:
     """Kill this rank after a delay, whatever it does then."""
-    if happens_first(folder, "killed"):
-        threading.Timer(float(delay_ms) / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if happens_first(folder, f"killed-{delay_ms}"):
+        timer = threading.Timer(float(delay_ms) / 1000, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+        KILLERS.append(timer)
 
 
 def lose_host(folder: Path, _: str) -> None:
@@ -76,9 +80,15 @@ def wait(folder: Path, _: str) -> None:
             time.sleep(0.01)
 
 
+def pause(folder: Path, seconds: str) -> None:
+    if happens_first(folder, "paused"):
+        time.sleep(float(seconds))
+
+
 # A fate is who@step=what:value, on ranks "0", "1" or "all", before the step of that number.
 FATES: dict[str, Callable[[Path, str], None]] = {
     "killed": kill,
+    "pauses": pause,
     "host-lost": lose_host,
     "signalled": send_signals,
     "waits": wait,
@@ -110,9 +120,8 @@ def main(folder: Path, *fates: str) -> None:
         next(model.parameters()).add_(dd.rank())  # sync() makes them equal
     optimizer = dd.wrap_optimizer(make_optimizer(model))
     sampler = dd.Sampler(range(SAMPLES), remainder="uneven", seed=SEED)
-    state = dd.elastic.State(
-        folder / "run", every=EVERY, model=model, optimizer=optimizer, sampler=sampler, step=0, seen=[]
-    )
+    path = None if os.environ.get("IN_MEMORY") == "1" else folder / "run"
+    state = dd.elastic.State(path, every=EVERY, model=model, optimizer=optimizer, sampler=sampler, step=0, seen=[])
     is_noisy = os.environ.get("NOISY", "1") == "1"  # so that random states matter, which differ between ranks
     begun: list[int] = []
     sizes: list[int] = []
@@ -133,6 +142,8 @@ def main(folder: Path, *fates: str) -> None:
                 state.commit()
 
     train(state)
+    for timer in KILLERS:
+        timer.cancel()
     report(dd.rank(), {"parameters": flat(model), "seen": state.seen, "begun": begun, "sizes": sizes})
     dd.shutdown()
 

@@ -214,10 +214,11 @@ def plan(seed: int, count: int, size: int, face: str, *, with_regressions: bool)
 def show(placement: Placement, reports: Sequence[Report], problems: Sequence[str]) -> str:
     """Return what a person reads of a placement."""
     ends = ["; ".join(f"{each.what} {each.result}" for each in report.outcomes) for report in reports]
+    said = [f"  rank {rank}: {end.text}" for rank, report in enumerate(reports) for end in report.outcomes if end.text]
     ends = [f"{end} ({report.seconds:.1f} s)" for end, report in zip(ends, reports, strict=True)]
     where = reports[placement.rank].position or "not interrupted"
     lines = [f"{placement}", f"  {where}", *(f"  rank {rank}: {end}" for rank, end in enumerate(ends))]
-    return "\n".join([*lines, *(f"  PROBLEM: {problem}" for problem in problems)])
+    return "\n".join([*lines, *(said if problems else ()), *(f"  PROBLEM: {problem}" for problem in problems)])
 
 
 def main(words: Sequence[str]) -> int:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import dualdist as dd
 from dualdist.backends.native import backend
-from dualdist.diagnostics import recording
-from dualdist.doctor import diagnose, facts, to_json
+from dualdist.bench import recording
+from dualdist.doctor import facts
+from dualdist.doctor.diagnosis import diagnose, to_json
 from dualdist.errors import DualdistError
 from dualdist.rendezvous import backend_selection, store_rendezvous
 
@@ -40,7 +41,7 @@ BASES = [
     ),
 ]
 OTHER_NAMES = """DUALDIST_BACKEND DUALDIST_LAUNCHER DUALDIST_LOCAL_RANK DUALDIST_LOCAL_SIZE DUALDIST_NODE_RANK
-DUALDIST_NUM_NODES DUALDIST_RECORD DUALDIST_RECORD_STEPS DUALDIST_RECORD_WARMUP DUALDIST_RENDEZVOUS
+DUALDIST_NUM_NODES DUALDIST_OBSERVERS DUALDIST_RECORD DUALDIST_RECORD_STEPS DUALDIST_RECORD_WARMUP DUALDIST_RENDEZVOUS
 DUALDIST_RENDEZVOUS_DIR DUALDIST_RUN DUALDIST_RUN_RESTART DUALDIST_TRANSPORT GLOO_SOCKET_IFNAME HOME HOROVOD_GLOO_IFACE
 SLURM_SUBMIT_DIR TORCHELASTIC_RESTART_COUNT XDG_CONFIG_HOME"""
 NAMES = sorted({name for env in BASES for name in env} | {*OTHER_NAMES.split()})
@@ -117,10 +118,10 @@ def test_an_invalid_host_name_is_refused(name: str, base: int) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("change", [{}, {"DUALDIST_RECORD_WARMUP": "x", "DUALDIST_RECORD_STEPS": "1"}])
-def test_incomplete_variables_of_a_comparison_are_refused(tmp_path: Path, change: Mapping[str, str]) -> None:
-    error = init_error({**base_env(os.environ), "DUALDIST_RECORD": str(tmp_path), **change})
-    assert error.startswith("UsageError: DUALDIST_RECORD is set, but"), error
+@pytest.mark.parametrize("place", ["json", "no_such_module:X", "json:loads", ":"])
+def test_what_is_no_observer_is_refused(place: str) -> None:
+    error = init_error({**base_env(os.environ), "DUALDIST_OBSERVERS": place})
+    assert error.startswith(f"UsageError: DUALDIST_OBSERVERS: {place!r} "), error
 
 
 @pytest.mark.smoke

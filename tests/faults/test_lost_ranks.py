@@ -21,8 +21,8 @@ from harness.effort import Effort
 from harness.jobs import REPORT_DIR, Launch, Outcome, collect
 from harness.tiny_rank import __file__ as TINY_RANK
 
-from dualdist.monitoring.process_state import BUSY
-from dualdist.monitoring.rank_probe import IN_PROGRAM
+from dualdist.liveness.process_state import BUSY
+from dualdist.liveness.rank_probe import IN_PROGRAM
 
 CELLS = [
     *((launcher, backend) for launcher in ("torchrun", "horovodrun", "mpirun") for backend in ("native", "horovod")),
@@ -46,6 +46,10 @@ def test_a_rank_that_ends_ends_the_job(launch: Launch, launcher: str, backend: s
         assert "this rank's own mistake" in outcome.stdout + outcome.stderr, str(outcome)
         if backend == "mpi":  # which ends the job at once
             assert "CollectiveTimeoutError" not in outcome.stderr, str(outcome)
+    if launcher == "torchrun":
+        cause = outcome.stderr.partition("Root Cause (first observed failure):")[2]
+        assert "rank      : 1 " in cause, str(outcome)
+        assert ("ValueError: this rank's own mistake" in cause) == (case == "raises"), str(outcome)
 
 
 SUM = "allreduce 'the.sum'"

@@ -21,15 +21,18 @@ from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, rea
 from dualdist.cli import build_parser, main
 from dualdist.errors import CheckpointError, RendezvousError, UsageError
 from dualdist.horovod_build.record import BuildRecord, from_json
-from dualdist.launch import control_channel, hosts
-from dualdist.launch.job_file import JobFile, Resources, loads
+from dualdist.launch import hosts
+from dualdist.launch.job_file import loads
+from dualdist.launch.option import options_of
+from dualdist.launch.run_request import RunRequest
 from dualdist.launch.schedulers import SCHEDULERS
-from dualdist.rendezvous import backend_selection
-from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
+from dualdist.launch.script_request import Resources
+from dualdist.utils import control_channel, saved_choices
 from dualdist.utils.network_interfaces import StoreAddress
+from dualdist.utils.saved_choices import ChoiceConditions, SavedChoice
 
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
-KEYS = [*JobFile.model_fields, *Resources.model_fields]
+KEYS = [*options_of(RunRequest), *options_of(Resources), "resources", "partition"]
 PLAIN_WORDS = """1 0 -1 2 1e400 4.5 true null ~ '' a:2,b:2 64G torchrun mpirun native mpi horovod gloo 2:00:00 $(id)
 { [ *a &a | > %"""
 OTHER_WORDS = ["9" * 30, "x y", "!!python/object/apply:os.system [id]", "!!binary aGk=", "<<: *a", "? [1]", "- - -"]
@@ -156,7 +159,7 @@ def test_any_command_line_is_answered(nowhere: Path, effort: Effort) -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["doctor", "compare --dry-run", "bench step --dry-run", "bench scale --dry-run"])
+@pytest.mark.parametrize("words", ["doctor", "compare --dry-run", "bench step --dry-run"])
 def test_any_options_of_other_commands_are_answered(nowhere: Path, words: str, effort: Effort) -> None:
     Path("file").touch()
     options = [option for option in options_of(words.split()[0]) if option != "--save-choice"]
@@ -193,7 +196,7 @@ def test_a_host_file_is_hosts_or_an_error(tmp_path: Path, effort: Effort) -> Non
 
 
 SAVED = SavedChoice(
-    ChoiceConditions("a", 2, "cpu", "torchrun", False, 2, 1), "native", "shm", "2026-01-01", "1.3x faster"
+    ChoiceConditions("a", 2, "cpu", "torchrun", False, 2, 1, 2), "native", "shm", "2026-01-01", "1.3x faster"
 )
 
 
@@ -203,14 +206,12 @@ def test_saved_choices_are_choices_or_an_error(tmp_path: Path, effort: Effort) -
 
     def check(text: str) -> None:
         path.write_text(text, errors="surrogatepass")
-        if not error_of(lambda: backend_selection.load_choices(path), UsageError):
-            assert all(str(saved) for saved in backend_selection.load_choices(path))
+        if not error_of(lambda: saved_choices.load_choices(path), UsageError):
+            assert all(str(saved) for saved in saved_choices.load_choices(path))
         path.write_bytes(text.encode(errors="surrogatepass")[:-1] + b"\xff")
-        error_of(lambda: backend_selection.load_choices(path), UsageError)
+        error_of(lambda: saved_choices.load_choices(path), UsageError)
 
-    effort.fuzz(
-        "files of saved choices", altered({"schema": backend_selection.SCHEMA, "choices": [asdict(SAVED)]}), check
-    )
+    effort.fuzz("files of saved choices", altered({"schema": saved_choices.SCHEMA, "choices": [asdict(SAVED)]}), check)
 
 
 @pytest.mark.smoke

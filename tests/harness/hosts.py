@@ -42,15 +42,32 @@ LogLevel ERROR
 
 
 @dataclass(frozen=True)
+class Network:
+    """Names and addresses of two hosts; those in `apart` are of networks without the other host."""
+
+    names: Sequence[str] = NAMES
+    addresses: Sequence[str] = ADDRESSES
+    apart: Sequence[str] = APART
+    prefix: str = "24"
+
+
+IPV4 = Network()
+HAS_IPV6 = Path("/proc/net/if_inet6").exists()
+# Hosts without IPv4, but for loopback.
+IPV6 = Network(("hostc", "hostd"), ("fd31:78::1", "fd31:78::2"), ("fd31:79::1", "fd31:80::2"), "64")
+
+
+@dataclass(frozen=True)
 class Hosts:
     """Running hosts; `env` is what a command on one of them needs in addition to the base environment."""
 
     spaces: Sequence[str]
     env: Mapping[str, str] = field(repr=False)
+    network: Network = IPV4
 
     def on(self, host: int, *argv: str) -> list[str]:
         """Return the argv that runs `argv` on a host."""
-        return _on(self.spaces[host], NAMES[host], *argv)
+        return _on(self.spaces[host], self.network.names[host], *argv)
 
     def processes(self, *words: str) -> list[str]:
         """Return the command lines on all hosts that contain all these words."""
@@ -80,10 +97,11 @@ class Hosts:
 
     def await_ssh(self, host: int, limit_s: float = 15.0) -> None:
         """Wait until the host's ssh server answers the other host: the kernel caches unreachable neighbours."""
-        argv = ["ip", "netns", "exec", self.spaces[1 - host], "bash", "-c", f"exec 3<>/dev/tcp/{ADDRESSES[host]}/22"]
+        name, address = self.network.names[host], self.network.addresses[host]
+        argv = ["ip", "netns", "exec", self.spaces[1 - host], "bash", "-c", f"exec 3<>/dev/tcp/{address}/22"]
         deadline = time.monotonic() + limit_s
         while (tried := subprocess.run(argv, capture_output=True, text=True, check=False)).returncode:
-            assert time.monotonic() < deadline, f"{NAMES[host]} does not answer after {limit_s:g} s: {tried.stderr}"
+            assert time.monotonic() < deadline, f"{name} does not answer after {limit_s:g} s: {tried.stderr}"
             time.sleep(0.1)
 
     @contextmanager
@@ -103,9 +121,9 @@ def missing(path: str) -> list[str]:
 
 
 @contextmanager
-def two_hosts(directory: Path, base_env: Mapping[str, str]) -> Iterator[Hosts]:
+def two_hosts(directory: Path, base_env: Mapping[str, str], network: Network = IPV4) -> Iterator[Hosts]:
     """Yield running hosts, and remove them after the block."""
-    spaces = [f"dd{os.getpid()}{name}" for name in NAMES]
+    spaces = [f"dd{os.getpid()}{name}" for name in network.names]
     key, authorized = directory / "key", directory / "authorized"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     authorized.write_bytes(key.with_suffix(".pub").read_bytes())
@@ -115,15 +133,15 @@ def two_hosts(directory: Path, base_env: Mapping[str, str]) -> Iterator[Hosts]:
         for space in spaces:
             _ip("netns", "add", space)
             stack.callback(_gone, space)
-        _cable(spaces)
+        _cable(spaces, network)
         sshd = shutil.which("sshd", path=base_env["PATH"])
         assert sshd is not None
         options = {**SSHD_OPTIONS, "AuthorizedKeysFile": str(authorized), "PidFile": "none"}
         words = ["-D", "-e", "-f", "/dev/null", "-h", str(key), *(f"-o{name}={to}" for name, to in options.items())]
-        for space, name in zip(spaces, NAMES, strict=True):
+        for space, name in zip(spaces, network.names, strict=True):
             daemon = stack.enter_context(Job(_on(space, name, sshd, *words), env=env, cwd=directory, grace_s=0))
             _wait_for_ssh(space, name, env, daemon)
-        yield Hosts(spaces, env)
+        yield Hosts(spaces, env, network)
 
 
 def _ssh(directory: Path, key: Path) -> Path:
@@ -136,19 +154,21 @@ def _ssh(directory: Path, key: Path) -> Path:
     return folder
 
 
-def _cable(spaces: Sequence[str]) -> None:
+def _cable(spaces: Sequence[str], network: Network) -> None:
     pair = [f"{space}v"[-15:] for space in spaces]
     _ip("link", "add", pair[0], "netns", spaces[0], "type", "veth", "peer", "name", pair[1], "netns", spaces[1])
-    lines = "".join(f"{address} {name}\n" for name, address in zip(NAMES, ADDRESSES, strict=True))
-    for space, link, address, apart in zip(spaces, pair, ADDRESSES, APART, strict=True):
+    lines = "".join(f"{address} {name}\n" for name, address in zip(network.names, network.addresses, strict=True))
+    for space, link, address, apart in zip(spaces, pair, network.addresses, network.apart, strict=True):
         _ip("-n", space, "link", "set", link, "name", "eth0")
         _ip("-n", space, "link", "add", "eth1", "type", "veth", "peer", "name", "eth1end")
         for interface, at in (("eth0", address), ("eth1", apart)):
-            _ip("-n", space, "addr", "add", f"{at}/24", "dev", interface)
+            # Without nodad an address of IPv6 would be usable only after the kernel has looked for another owner.
+            unique = ["nodad"] if ":" in at else []
+            _ip("-n", space, "addr", "add", f"{at}/{network.prefix}", "dev", interface, *unique)
         for interface in ("lo", "eth0", "eth1", "eth1end"):
             _ip("-n", space, "link", "set", interface, "up")
         (ETC / space).mkdir(parents=True)
-        (ETC / space / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
+        (ETC / space / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{lines}")
 
 
 def _gone(space: str) -> None:

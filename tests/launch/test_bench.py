@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from dualdist.bench.jobs import STATE_CALLS
 
 BENCH = (sys.executable, "-m", "dualdist", "bench")
 # The manual's lines; tests append options that make them short.
-SHOWN = [words[2:] for words in commands(ROOT / "docs/pages/benchmarks.md", "dualdist bench")]
+PAGES = [ROOT / "docs/pages" / name for name in ("benchmarks.md", "design/measurements.md")]
+SHOWN = [words[2:] for page in PAGES for words in commands(page, "dualdist bench")]
 QUICK_STEP = ("step", "--model", "mlp", "--batch", "2", "--steps", "2", "--warmup", "1", "--rounds", "2")
 ROUNDS = 2
 
@@ -41,7 +41,7 @@ def check_record(kept: dict[str, Any], benchmark: str, jobs: int) -> None:
     assert set(kept) == set(
         ["schema", "benchmark", "command", "timestamp", "machine", "versions", "settings", "results", "jobs"]
     )
-    assert (kept["schema"], kept["benchmark"]) == (3, benchmark)
+    assert (kept["schema"], kept["benchmark"]) == (4, benchmark)
     assert kept["command"].startswith(f"dualdist bench {benchmark}")
     assert kept["machine"]["cores"] >= 1
     assert kept["machine"]["processor"]
@@ -53,7 +53,7 @@ def check_record(kept: dict[str, Any], benchmark: str, jobs: int) -> None:
 
 def check_ratio(found: dict[str, Any], rounds: int) -> None:
     assert found["median"]["low"] <= found["median"]["value"] <= found["median"]["high"]
-    assert 0 < found["min_ratio"] <= found["median"]["value"]
+    assert found["median"]["value"] > 0
     assert found["rounds"] == rounds
     assert 0 <= found["loaded_rounds"] <= rounds
 
@@ -104,7 +104,7 @@ def test_step_runs_under_mpirun_and_spawn(launch: Launch, openmpi: OpenMPI) -> N
         check_ratio(result["contenders"]["dualdist"]["ratios"]["none"], ROUNDS)
 
 
-def test_allreduce_measures_both_calls_and_the_raw_ones(launch: Launch) -> None:
+def test_allreduce_measures_our_call_and_the_raw_one(launch: Launch) -> None:
     """Horovod sums no bfloat16: dualdist's calls, which can, are timed alone."""
     words = ("--sizes", "8,64K", "--rounds", str(ROUNDS), "--block-s", "0.005", "--backend", "native,horovod")
     kept = record(launch, *shown("allreduce", "--backend"), *words)
@@ -115,17 +115,14 @@ def test_allreduce_measures_both_calls_and_the_raw_ones(launch: Launch) -> None:
         assert sizes == [(dtype, nbytes) for dtype in ("float32", "bfloat16") for nbytes in (8, 65536)]
         for size in result["sizes"]:
             has_raw = size["dtype"] == "float32" or result["library"] == "torch.distributed"
-            raw = {"raw_", "raw"} if has_raw else set()
-            assert set(size["calls"]) - {"deepspeed_"} == {"dualdist_", "dualdist"} | raw
+            assert set(size["calls"]) - {"deepspeed_"} == ({"dualdist_", "raw_"} if has_raw else {"dualdist_"})
             for call in size["calls"].values():
                 seconds = call["seconds"]["value"]
                 assert call["algorithm_gb_s"] == pytest.approx(size["bytes"] / seconds / 1e9)
                 assert call["bus_gb_s"] == pytest.approx(call["algorithm_gb_s"])  # 2 (n - 1) / n is 1 for two ranks
-            assert set(size["ratios"]) == set(size["calls"]) - {"dualdist_", "dualdist"}
+            assert set(size["ratios"]) == set(size["calls"]) - {"dualdist_"}
             for name in size["ratios"]:
                 check_ratio(size["ratios"][name], ROUNDS)
-                overhead = size["overheads_s"][name]
-                assert overhead["low"] <= overhead["value"] <= overhead["high"]
 
 
 def test_two_hosts_share_a_slow_link(launch: Launch, base_env: Mapping[str, str]) -> None:
@@ -183,34 +180,6 @@ def test_startup_times_new_processes_of_every_backend(launch: Launch) -> None:
         assert max(phases.values()) < whole <= sum(phases.values()) + 1e-9
 
 
-def test_scale_fits_checks_and_predicts(launch: Launch) -> None:
-    words = ("--ranks", "2,3,64,4096", "--measure-up-to", "3", "--sizes", "8,64K,1M", "--rounds", "2", "--model", "mlp")
-    kept = record(launch, *shown("scale"), *words)
-    check_record(kept, "scale", jobs=3)  # 2 ranks, 3 ranks, and a step
-    found = kept["results"]
-    assert found["fitted_on"] == 2
-    assert {(fit["algorithm"], fit["ranks"]) for fit in found["fits"]} == {
-        (name, ranks) for name in ("ring", "tree", "halving-doubling") for ranks in (2, 3)
-    }
-    assert all(fit["rms_residual"] <= fit["max_residual"] for fit in found["fits"])
-    assert {check["ranks"] for check in found["validation"]} == {2, 3}
-    assert [each["ranks"] for each in found["predictions"][::3]] == [2, 3, 64, 4096]
-    for each in found["predictions"]:
-        assert each["overlapped_s"] == max(found["step"]["compute_s"], each["communication_s"])
-    assert found["step"]["gradient_bytes"] == 4 * 416000
-    assert found["step"]["compute_s"] == median(kept["jobs"][-1]["reports"][0]["seconds"]["none"])
-
-
-@pytest.mark.smoke
-def test_scale_of_a_given_link_and_step_launches_nothing_and_states_its_limitations(launch: Launch) -> None:
-    words = ("--alpha-us", "2", "--beta-gb-s", "12", "--compute-ms", "100", "--bytes", "100M", "--ranks", "8,4096")
-    outcome = launch([*BENCH, "scale", *words])
-    assert outcome.stderr == ""
-    # A ring of 8: 14 messages of 2 us and 14/8 of the bytes, for each of 4 buckets.
-    assert f"{(4 * 14 * 2e-6 + 14 / 8 * (100 << 20) / 12e9) * 1e3:.2f}, 100.00, 100%" in outcome.stdout
-    assert "not modelled: a network" in outcome.stdout
-
-
 @pytest.mark.smoke("step --model resnet18 --launches 5", "startup -np 8")
 @pytest.mark.parametrize("shown", SHOWN, ids=" ".join)
 def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: list[str], tmp_path: Path) -> None:
@@ -243,32 +212,22 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
     words = (*QUICK_STEP, "--no-memory", "--backend", "native", "--contenders", "none")
     (line,) = launch([*BENCH, *words, "--dry-run"], env={"TMPDIR": str(tmp_path)}).stdout.splitlines()
     launch(shlex.split(line))
-    (report,) = tmp_path.glob("dualdist-bench-*/*.json")
+    (report,) = tmp_path.glob(".dualdist-bench-*/*.json")
     assert len(json.loads(report.read_text())["seconds"]["none"]) == ROUNDS
 
 
-@pytest.mark.smoke("words2-'hvd' is raw Horovod", "words8-there is no folder /nowhere", "words12-give both, or neither")
+@pytest.mark.smoke("words1-'hvd' is raw Horovod", "words7-there is no folder /nowhere")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("step", "--model", "resnet19"), "model 'resnet19': expected one of resnet18"),
         (("step", "--contenders", "ddp,dpd"), "contender 'dpd': expected one of none, ddp"),
         (("step", "--contenders", "hvd", "--backend", "native"), "'hvd' is raw Horovod"),
         (("step", "--rounds", "0"), "--rounds 0: expected 1 or more"),
         (("step", "--image-size", "8"), "--image-size 8: expected 32 or more"),
         (("step", "--backend", "nccl"), "backend 'nccl': expected one of native"),
-        (("step", "-np", "0"), "ranks=0"),
+        (("step", "-np", "0"), "--ranks 0"),
         (("step", "--env", "A"), "--env A: expected NAME=VALUE"),
         (("step", "--json", "/nowhere/x.json"), "there is no folder /nowhere"),
-        (("allreduce", "--sizes", "8,x"), "--sizes 8,x: 'x': expected a size"),
-        (("scale", "--ranks", "1"), "ranks [1]: expected numbers of 2 or more"),
-        (("scale", "--alpha-us", "3"), "give both"),
-        (("scale", "--compute-ms", "3"), "give both, or neither"),
-        (("scale", "--alpha-us", "0", "--beta-gb-s", "inf", "--compute-ms", "3", "--bytes", "8"), "as 2.5 and 12"),
-        (("scale", "--alpha-us", "nan", "--beta-gb-s", "1"), "as 2.5 and 12"),
-        (("scale", "--compute-ms", "0", "--bytes", "8"), "--compute-ms 0: expected a time above 0"),
-        (("scale", "--ranks", "64"), "nothing to fit"),
-        (("scale", "--backend", "native,horovod"), "one backend at a time"),
         (("step", "--slow-link", "fast"), "--slow-link fast: expected a rate, as 100mbit"),
         (("allreduce", "--slow-link", "1gbit", "-np", "1"), "--ranks 1: expected 2 or more"),
         (("step", "--slow-link", "1gbit", "--backend", "mpi", "--dry-run"), "mpi needs a launcher that starts MPI"),

@@ -1,6 +1,5 @@
 """`dualdist compare` with real launches: metrics, equivalence, output, resuming, and invalid arguments."""
 
-import csv
 import html
 import json
 import os
@@ -17,8 +16,8 @@ from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
 from launch.running import TORCHRUN, check_refused, commands, interrupted, need_slow_link
 
-from dualdist.rendezvous import backend_selection
-from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
+from dualdist.utils import saved_choices
+from dualdist.utils.saved_choices import ChoiceConditions, SavedChoice
 
 COMPARE = (sys.executable, "-m", "dualdist", "compare")
 # The manual's lines; tests append options that make them short.
@@ -77,7 +76,7 @@ def compared(
     """Horovod over Gloo, the same again and at half its speed, all baselines; each launched once."""
     folder = tmp_path_factory.mktemp("compared")
     words = ("-np", "2", "--backends", "horovod", "--transports", "gloo,nccl", "--rounds", "1", "--self-check", "100")
-    files = ("--json", "kept.json", "--csv", "launches.csv", "--save-choice")
+    files = ("--json", "kept.json", "--save-choice")
     env = {"XDG_CONFIG_HOME": str(folder / "config")}
     outcome = Launch(base_env, folder)([*COMPARE, *OF_MODEL, *QUICK, *words, *files], env=env, timeout_s=240)
     return Compared(outcome, folder)
@@ -154,25 +153,16 @@ def test_the_page_needs_no_other_file(compared: Compared) -> None:
     folder = compared.folder / "report"
     page = (folder / "report.html").read_text()
     links = re.findall(r"<[^>]* (?:src|href)=[\"']?([^\"' >]+)", page)
-    assert len(links) == 5  # four pictures, and the data
+    assert len(links) == 4  # three pictures, and the data
     assert all(link.startswith("data:") for link in links)
     assert compared.result["verdict"]["sentence"] in page
     assert "<p>Yes: losses of 10 steps and parameters agree in 5 launches: bit-identical.</p>" in page
     for label in (*compared.contenders, "nccl needs GPU tensors", compared.kept["machine"]["processor"], "torch 2"):
         assert label in page
     assert all(shlex.split(job["command"])[-1] in html.unescape(page) for job in compared.kept["jobs"])
-    for name in ("steps", "allreduce", "scaling", "losses"):
+    for name in ("steps", "allreduce", "losses"):
         assert "<svg " in (folder / f"{name}.svg").read_text()
     assert json.loads((folder / "comparison.json").read_text())["results"] == compared.result
-
-
-def test_csv_has_one_line_per_launch(compared: Compared) -> None:
-    with (compared.folder / "launches.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 7
-    for row in rows:
-        assert float(row["samples_per_s"]) == pytest.approx(compared.contenders[row["label"]]["samples_per_s"]["value"])
-        assert row["error"] == ""
 
 
 def test_beyond_two_ranks_bits_are_compared_in_launches_with_ordered_sums(launch: Launch) -> None:
@@ -223,7 +213,7 @@ def test_an_interrupted_run_reports_its_launches(launch: Launch) -> None:
     assert outcome.rc == 130, str(outcome)
     assert "launches  1, interrupted" in outcome.stdout
     assert outcome.left == ()
-    assert {path.suffix for path in (launch.directory / "out").iterdir()} == {".html", ".json", ".csv", ".svg"}
+    assert {path.suffix for path in (launch.directory / "out").iterdir()} == {".html", ".json", ".svg"}
 
 
 def test_a_script_is_timed_and_ended_after_its_steps(launch: Launch, openmpi: OpenMPI) -> None:
@@ -282,7 +272,7 @@ def choice(backend: str) -> SavedChoice:
 def config(launch: Launch) -> Iterator[dict[str, str]]:
     """Yield variables of a user whose saved choice differs from that of auto."""
     env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    backend_selection.save_choices(backend_selection.choices_path(env), [choice("horovod")])
+    saved_choices.save_choices(saved_choices.choices_path(env), [choice("horovod")])
     yield env
     assert "XDG_CONFIG_HOME" not in os.environ or os.environ["XDG_CONFIG_HOME"] != env["XDG_CONFIG_HOME"]
 
@@ -307,7 +297,7 @@ def test_a_saved_transport_that_does_not_open_is_logged_with_the_one_used(
     launch: Launch, config: dict[str, str]
 ) -> None:
     without_gpu = replace(choice("native"), transport="nccl")
-    backend_selection.save_choices(backend_selection.choices_path(config), [without_gpu])
+    saved_choices.save_choices(saved_choices.choices_path(config), [without_gpu])
     outcome = launch([*TORCHRUN, launch.write("tell.py", TELL)], env=config)
     assert set(outcome.stdout.split()) == {"native/shm"}
     (logged,) = [line for line in outcome.stderr.splitlines() if line.startswith("dualdist: ")]
@@ -331,7 +321,6 @@ def test_dry_run_prints_every_launch_in_order_and_runs_nothing(launch: Launch) -
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--model", "resnet19"), "model 'resnet19': expected one of resnet18"),
         (("--budget", "soon"), "--budget soon: expected a time above 0, as 120s"),
         (("--batch", "7"), "--batch 7: expected a multiple of the 2 ranks"),
         (("-np", "1"), "--ranks 1: expected 2 or more"),
@@ -340,8 +329,8 @@ def test_dry_run_prints_every_launch_in_order_and_runs_nothing(launch: Launch) -
         (("--script", "nowhere.py"), "there is no script 'nowhere.py'"),
         (("--device", "cuda"), "--device cuda, but torch sees no GPU here"),
         (("--output", "/proc/nowhere"), "--output /proc/nowhere: cannot be used (No such file or directory)"),
-        (("--csv", "/nowhere/x.csv"), "--csv /nowhere/x.csv: there is no folder /nowhere; name another file"),
-        (("--csv", "/tmp"), "--csv /tmp: this cannot be written; name another file"),
+        (("--json", "/nowhere/x.json"), "--json /nowhere/x.json: there is no folder /nowhere; name another file"),
+        (("--json", "/tmp"), "--json /tmp: this cannot be written; name another file"),
     ],
 )
 def test_invalid_arguments_are_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], expected: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -11,23 +12,27 @@ import pytest
 import torch
 from harness.base_env import ROOT
 from harness.jobs import Launch
-from harness.pages import Block, find_blocks, find_commands
+from harness.pages import RUN_BY_THEIR_OWN_TEST, Block, find_blocks, find_commands
 from harness.slurm import Slurm
 from launch.running import AS_ROOT, TORCHRUN, sides
 from launch.test_readme import STARTS as README_STARTS
 
 PROGRAM = str(Path(__file__).with_name("docs_program.py"))
-PYTHON = find_blocks("python")
+PYTHON = [block for block in find_blocks("python") if block.page not in RUN_BY_THEIR_OWN_TEST]
 # Lines that no test here runs, and why. Those of `dualdist` are all held against its parser, by unit/test_readmes.py.
 ELSEWHERE = {
     r"(pip|python3 -m venv|source|\.|MPI4PY_BUILD_MPICC=mpicc pip) |make (setup|test|test-all|demo)$": "install",
     r"(module|export|conda|apptainer|kubectl|qsub|bsub|until) |dualdist install-horovod --gpu": "need a site",
+    r"srun .*--gpus-per-node": "needs GPUs",
+    r"srun .* examples/imagenet.py ": "below, one after the other",
     r"docker ": "tests/docker",
     r"sbatch ": "tests/launch/test_job_scripts.py submits",
     r"(?!.*--scheduler)dualdist run .*(-H|--hostfile) ": "tests/launch/test_run_hosts.py",
+    r"(salloc .*)?dualdist compare (-H|--output report/$)": "tests/launch/test_bench_hosts.py",
     r"dualdist doctor (--hosts|--run) ": "tests/launch/test_doctor.py",
     r"python -m pytest ": "itself",
     r"dualdist bench ": "tests/launch/test_bench.py",
+    r"dualdist top$": "tests/launch/test_top.py",
 }
 SLURM = r"(srun|salloc) "
 # Of these pages the lines train. Those of others start ranks, whatever these do: here they do without torch.
@@ -88,8 +93,12 @@ def run_line(launch: Launch, line: str, env: dict[str, str]) -> None:
         trains = block.page in TRAINS or not re.search("dualdist (run|exec)", line)  # which set WORLD_SIZE
         path.write_text(text if trains else STARTED)
     shutil.copy(ROOT / "examples" / "horovod_script.py", folder / "script.py")
-    (folder / "run.sh").write_text("#!/bin/sh\nexec python train.py\n")
-    (folder / "run.sh").chmod(0o755)
+    scripts = {"run.sh": "#!/bin/sh\nexec python train.py\n"}
+    if "./discover.sh" in line:
+        scripts["discover.sh"] = next(each.text for each in find_blocks("sh") if each.page == block.page)
+    for name, script in scripts.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
     if "--config" in line:
         (folder / "job.yaml").write_text(next(each.text for each in find_blocks("yaml") if each.page == block.page))
     if re.match(r"dualdist (compare|install-horovod) ?", line):
@@ -111,3 +120,12 @@ def test_a_line_of_the_manual_runs(launch: Launch, line: str) -> None:
 @pytest.mark.parametrize("line", [line for line in LINES if re.match(SLURM, line)])
 def test_a_line_of_the_manual_for_slurm_runs(slurm: Slurm, launch: Launch, line: str) -> None:
     run_line(launch, line, dict(slurm.env))
+
+
+def test_the_rehearsal_of_resnet50_on_two_nodes_continues(slurm: Slurm, launch: Launch) -> None:
+    (launch.directory / "examples").symlink_to(ROOT / "examples")
+    lines = [line for line in find_commands("guides/resnet50.md") if " examples/imagenet.py " in line]
+    first, second = (launch(shlex.split(line), env=slurm.env, timeout_s=250).stdout for line in lines)
+    assert re.findall(r"^epoch (\d/\d): loss \d\.\d+, top-1 \d\.\d+, top-5", first, re.MULTILINE) == ["1/1"], first
+    assert re.findall(r"^epoch (\d/\d): loss", second, re.MULTILINE) == ["2/2"], second
+    assert "with epoch 2, best so far" in second

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import leaks
 from harness.base_env import ROOT
 from harness.jobs import Launch
@@ -133,8 +134,8 @@ BRIEFLY = {
     "collectives.py": "",
     "data_parallel.py": "--steps=1 --rounds=1 --batch-size=4",
     "model_parallel.py": "--epochs=1",
-    "cifar10.py": "--epochs=1 --limit=16 --batch-size=4 --snapshots=kept",
-    "imagenet.py": "--epochs=1 --image-size=32 --limit=8 --batch-size=4 --checkpoints=run",
+    "cifar10.py": "--epochs=1 --limit=16 --batch-size=4 --snapshots=kept --amp",
+    "imagenet.py": "--epochs=1 --image-size=32 --limit=8 --batch-size=4 --workers=0 --checkpoints=run",
     "mingpt.py": "--steps=2 --write=5 --tensorboard runs --plot",
     "fault_tolerance.py": "--epochs=1",
     "rendezvous.py": "",
@@ -269,7 +270,7 @@ def test_cifar10_is_timed_beside_one_process_and_goes_on_from_its_snapshot(launc
     assert len(numbers(r"one process, without dualdist: (\d+) images/s", text)) == 1
     speeds, ratios = numbers(r"(\d+) images/s on 2 ranks", text), numbers(rf"{DECIMAL} times one process", text)
     assert speeds[0] / ratios[0] == pytest.approx(speeds[1] / ratios[1], rel=0.05)
-    more = launch([sys.executable, CIFAR10[-1], *short, "--epochs=3"]).stdout
+    more = launch([sys.executable, CIFAR10[-1], *short, "--epochs=3", "--workers=1"]).stdout
     assert re.search(rf"^epoch 3/3: loss {DECIMAL}, .* images/s on 1 ranks, ", more, re.MULTILINE), more
     assert "epoch 2/3" not in more
     assert falls(numbers(rf"loss {DECIMAL}", text + more))
@@ -277,9 +278,10 @@ def test_cifar10_is_timed_beside_one_process_and_goes_on_from_its_snapshot(launc
 
 def test_imagenet_goes_on_where_it_was(launch: Launch) -> None:
     """With another number of epochs, on another backend; and another run begins with what was learned."""
-    short = ("--image-size=32", "--limit=48", "--batch-size=16", "--checkpoints=run", "--seed=1", "--lr=0.032")
-    first = launch([*IMAGENET, *short, "--epochs=1"]).stdout
+    short = ("--image-size=32", "--limit=48", "--batch-size=8", "--checkpoints=run", "--seed=1", "--lr=0.032")
+    first = launch([*IMAGENET, *short, "--epochs=1"]).stdout  # with as many workers as a rank has cores
     assert re.match(rf"epoch 1/1: loss {DECIMAL}, .* lr 0.00200\nevery", first), first
+    short = (*short, "--workers=0")
     again = launch([*IMAGENET, *short, "--epochs=3"], env=HOROVOD).stdout
     half_and_none = r"epoch 2/3: .* lr 0.00100\nepoch 3/3: .* lr 0.00000\nevery"
     resumed = rf"goes on with epoch 2, best so far {DECIMAL}\n{half_and_none}"
@@ -287,9 +289,22 @@ def test_imagenet_goes_on_where_it_was(launch: Launch) -> None:
     check_line("imagenet.py", again)
     assert falls(numbers(rf"loss {DECIMAL}", first + again))
     newest = max((launch.directory / "run").glob("*.pt"))
-    alone = [sys.executable, next(word for word in IMAGENET if word.endswith(".py")), f"--weights={newest}"]
-    last = launch([*alone, "--image-size=32", "--limit=300", "--epochs=0", "--plot"]).stdout
+    alone = [sys.executable, next(word for word in IMAGENET if word.endswith(".py")), *short[:2], short[-1]]
+    last = launch([*alone, f"--pretrained={newest}", "--epochs=0", "--plot"]).stdout
     assert last == again.splitlines(keepends=True)[-1]
+    (accuracy,) = re.findall(r"epoch 3/3: loss [\d.]+, (top-1 [\d.]+, top-5 [\d.]+),", again)
+    together = launch([*IMAGENET, *short, "--evaluate"]).stdout
+    assert together == f"evaluated: {accuracy}\n"
+    theirs = {"state_dict": {f"module.{k}": v for k, v in torch.load(newest, weights_only=True)["model"].items()}}
+    torch.save(theirs, launch.directory / "theirs.pth")
+    assert launch([*alone, "--evaluate", "--pretrained=theirs.pth"]).stdout == together
+    torch.save({"fc": torch.zeros(1)}, launch.directory / "other.pth")
+    for words, error in (
+        (["--pretrained=other.pth"], "imagenet.py: error: --pretrained other.pth: Error(s) in loading state_dict"),
+        (["--checkpoints=none"], "imagenet.py: error: --checkpoints none: holds no checkpoint to evaluate"),
+        ([], "imagenet.py: error: --evaluate: needs --pretrained FILE or --checkpoints DIR"),
+    ):
+        assert error in launch([*alone, "--evaluate", *words], check=False).stderr
 
 
 def test_mingpt_learns_and_its_curves_are_kept(launch: Launch) -> None:
@@ -302,6 +317,18 @@ def test_mingpt_learns_and_its_curves_are_kept(launch: Launch) -> None:
     assert len(text[agreed.end() :]) == 42  # the first character, what follows, and the end of the line
     assert (launch.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert kept_curve(launch.directory / "runs") == pytest.approx(losses, abs=1e-4)
+
+
+def test_mingpt_ends_with_the_same_bits_after_a_restart_in_the_middle_of_an_epoch(launch: Launch) -> None:
+    short = [*GPT[: GPT.index("--tensorboard")], "--batch-size=4", "--write=0"]
+    whole, first, again = (
+        launch([*short, f"--steps={steps}", *words]).stdout
+        for steps, *words in ((7,), (3, "--every=2", "--snapshots=kept"), (7, "--snapshots=kept"))
+    )
+    assert again.startswith("goes on after step 3\n")
+    ends = [re.findall("^every rank has the parameters .*$", text, re.MULTILINE) for text in (whole, again, first)]
+    assert ends[0] == ends[1] != ends[2]
+    assert len(list((launch.directory / "kept").glob("*.pt"))) == 3  # after steps 2, 3 and 7
 
 
 def kept_curve(folder: Path) -> list[float]:

@@ -31,7 +31,7 @@ from launch.running import (
     written,
 )
 
-from dualdist.launch.schedulers import HOST_KEY, MPI_HOSTFILE, SSH_KEY, SSH_KEYS
+from dualdist.launch.schedulers.kubernetes import HOST_KEY, MPI_HOSTFILE, SSH_KEY, SSH_KEYS
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """sdist and wheel, from `python -m build`: a fresh environment installs each from a local index, and trains."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -85,11 +86,19 @@ def test_a_fresh_environment_installs_it_from_an_index_and_trains(index: str, fo
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--index-url", index, *only]
     cache = tmp_path / "cache"
     run([*pip, f"dualdist=={__version__}"], tmp_path, {"XDG_CACHE_HOME": str(cache)})
-    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0])
-    command, env = python.parent / "dualdist", {"OMP_NUM_THREADS": "1"}
-    assert run([command, "--version"], tmp_path) == f"dualdist {__version__}\n"
-    start = [command, "run", "-np", "2", "--launcher", "spawn", "train.py"]  # the environment has no torchrun
-    assert run(start, tmp_path, env).startswith("2 ranks, spawn, native over ")
+    page = ROOT / "docs/pages/first-job.md"
+    (tmp_path / "train.py").write_text(blocks(page, "python")[0])
+    torchrun = python.parent / "torchrun"  # which pip would make with torch
+    torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\nmain()\n")
+    torchrun.chmod(0o755)
+    assert run([python.parent / "dualdist", "--version"], tmp_path) == f"dualdist {__version__}\n"
+    env = {"OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    lines = blocks(page, "bash")[0].splitlines()
+    assert lines[-1].startswith("dualdist run ")
+    for line in lines if form == "wheel" else lines[-1:]:
+        printed = run(shlex.split(line), tmp_path, env)
+        started = "1 ranks, none, single" if line.startswith("python") else "2 ranks, torchrun, native over "
+        assert printed.startswith(started), line
     package = Path(run([python, "-c", "import dualdist; print(dualdist.__file__)"], tmp_path).strip()).parent
     assert package.is_relative_to(tmp_path)
     extensions = list(package.glob("_core_*.so"))

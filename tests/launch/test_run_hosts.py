@@ -197,6 +197,21 @@ def test_torchrun_by_hand_meets_by_c10d(launch: Launch, two_hosts: Hosts) -> Non
     check(collected(launch, 3, run), (2, 1), launcher="torchrun", backend="native")
 
 
+@pytest.mark.parametrize("how", ["dualdist run", "torchrun"])
+def test_hosts_without_ipv4_train(launch: Launch, ipv6_hosts: Hosts, how: str) -> None:
+    first, second = ipv6_hosts.network.addresses
+
+    def run(env: Mapping[str, str]) -> Outcome | list[Outcome]:
+        if how == "torchrun":
+            words = [*C10D, f"--rdzv-endpoint=[{first}]:29517", "--nproc-per-node=1", TINY_RANK, "native"]
+            agents = [ipv6_hosts.on(host, *words) for host in range(2)]
+            return side_by_side(launch, [(agent, {**ipv6_hosts.env, **env}) for agent in agents])
+        reported = ("--env", f"{REPORT_DIR}={env[REPORT_DIR]}")
+        return outcome_of(launch, ipv6_hosts, "-H", f"[{first}]:1,[{second}]:1", *reported, TINY_RANK, "native")
+
+    check(collected(launch, 2, run), (1, 1), launcher="torchrun", backend="native")
+
+
 # Both ranks of the first host end with their batches before the other one.
 JOINING = """
 import sys

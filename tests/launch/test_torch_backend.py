@@ -16,6 +16,8 @@ from harness.mpi import OpenMPI
 from harness.rank_pool import RankPool
 from launch.running import EXEC, EXEC_STARTS, TORCHRUN
 
+from dualdist.c10d.torch_backend import is_replaced
+
 PROGRAM = str(Path(__file__).with_name("torch_backend_rank.py"))
 
 
@@ -43,7 +45,7 @@ CELLS = {
     "shm-2-pure": Cell("torchrun", 2, (("DUALDIST_NO_EXTENSION", "1"),)),
     "gloo-3": Cell("torchrun", 3, ((TRANSPORT, "gloo"),)),
     "mpi-2": Cell("mpirun", 2, ((BACKEND, "mpi"),)),
-    "horovod-gloo-2": Cell("horovodrun", 2, refused=NO_PEERS),
+    "horovod-gloo-2": Cell("horovodrun", 2, ((BACKEND, "horovod"),), NO_PEERS),
     "horovod-mpi-2": Cell("mpirun", 2, ((BACKEND, "horovod"),), NO_PEERS),
 }
 
@@ -119,6 +121,49 @@ def test_numbers_that_contradict_the_launchers_are_refused_where_the_launcher_co
     assert outcome.rc != 0
     assert "init_process_group() was given rank 1 of 2, but" in outcome.stderr
     assert "DUALDIST_BACKEND=native" in outcome.stderr
+
+
+# As tutorials, ignite and Accelerate call it; MPI's numbers are the launcher's whatever is passed.
+NAMES_ITS_BACKEND = """
+import os, sys, torch, torch.distributed as dist
+from torch.distributed import init_process_group
+if sys.argv[1] == "mpi":
+    init_process_group("mpi", rank=0, world_size=0)
+else:
+    dist.init_process_group(backend=sys.argv[1], init_method="env://")
+total = torch.ones(1)
+dist.all_reduce(total)
+dist.all_reduce(total, group=dist.new_group([0, 1]))
+backend = dist.group.WORLD.members.transport
+print(f"{dist.get_backend()} {total.item():g} over {backend.name} {backend.transport}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("asked", "answered"), [("gloo", "gloo"), ("mpi", "mpi"), ("nccl", "dualdist")])
+def test_it_takes_the_place_of_a_scripts_backend_and_carries_groups(launch: Launch, asked: str, answered: str) -> None:
+    program = launch.write("program.py", NAMES_ITS_BACKEND)
+    outcome = launch([*EXEC_STARTS["mpirun"], "--torch-backend", "dualdist", program, asked])
+    assert outcome.stdout.splitlines() == [f"{answered} 4 over native shm"] * 2, str(outcome)
+    assert outcome.stderr.count(f'init_process_group("{asked}") takes the backend dualdist') == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpus", "on_gpus"),
+    [
+        ("gloo", True, True),
+        ("MPI", True, True),
+        ("nccl", True, False),
+        (None, True, False),
+        ("cpu:gloo,cuda:nccl", True, False),
+        ("cuda:nccl", False, False),
+        ("dualdist", False, False),
+        ("ucc", False, False),
+    ],
+)
+def test_only_backends_that_tutorials_name_are_replaced(asked: str | None, on_cpus: bool, on_gpus: bool) -> None:
+    assert is_replaced(asked, has_gpu=False) == on_cpus
+    assert is_replaced(asked, has_gpu=True) == on_gpus
 
 
 def test_dualdist_may_be_initialized_before_its_groups_and_each_is_connected_anew(launch: Launch) -> None:

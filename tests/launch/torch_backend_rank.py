@@ -223,6 +223,9 @@ def objects_and_coalesced_and_functional_operations_work() -> None:
     unwaited = functional.all_reduce(torch.ones(2, 3), "sum", dist.group.WORLD)
     dist.all_reduce(unwaited)
     assert unwaited.tolist() == [[len(ranks()) ** 2.0] * 3] * 2
+    unwaited = functional.all_reduce(torch.ones(2, 3), "sum", dist.group.WORLD)
+    dist.broadcast(unwaited, 0)
+    assert unwaited.tolist() == [[float(len(ranks()))] * 3] * 2
     found = functional.all_gather_tensor(drawn(me()), 0, dist.group.WORLD)
     assert torch.equal(found + 0, torch.cat([drawn(rank) for rank in ranks()]))
 

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dualdist.doctor import Diagnosis, Finding, evaluate
-from dualdist.doctor.diagnosis import detect_topology
+from dualdist.doctor.checks import Finding
+from dualdist.doctor.diagnosis import Diagnosis, detect_topology, evaluate
 from dualdist.doctor.facts import HostFacts, InstallationFacts, Mpi4pyProbe, MpiProgram
 from dualdist.horovod_build.record import BuildRecord
 from dualdist.utils.package_probe import TorchProbe

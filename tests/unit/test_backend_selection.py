@@ -4,7 +4,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,17 @@ from dualdist.backends.horovod import select_controller
 from dualdist.bench.compare.launches import Launch
 from dualdist.bench.compare.verdict import choices_to_save
 from dualdist.errors import UnsupportedError, UsageError
-from dualdist.rendezvous import backend_selection as choices
 from dualdist.rendezvous.backend_selection import (
-    ChoiceConditions,
-    SavedChoice,
     check_choice,
     default_backend,
     matching_choice,
     select_backend,
 )
-from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, open_session
+from dualdist.rendezvous.connect import connect_ranks
+from dualdist.rendezvous.records import RendezvousStore, Request
 from dualdist.topology import Topology
+from dualdist.utils import saved_choices as choices
+from dualdist.utils.saved_choices import ChoiceConditions, SavedChoice
 
 
 def topology(launcher: str, size: int = 2, *, mpi: bool = False) -> Topology:
@@ -113,6 +113,23 @@ def test_every_launcher_that_started_several_has_its_fastest_saved() -> None:
     assert "e is its only candidate" in str(srun)
 
 
+def test_a_choice_is_saved_by_kind_of_allocation_and_hosts_that_differ_save_none() -> None:
+    def contenders(**second: Any) -> Mapping[str, list[Launch]]:
+        found = {}
+        for name, seconds in (("a", 1.0), ("b", 1.5)):
+            each = [launch(name, number, seconds + number / 1000, num_nodes=2) for number in range(7)]
+            found[name] = [replace(one, ranks=[one.ranks[0], replace(one.ranks[1], **second)]) for one in each]
+        return found
+
+    (saved,) = choices_to_save(contenders(node_rank=1), "today")
+    assert isinstance(saved, SavedChoice)
+    assert (saved.conditions, saved.conditions.hosts) == (replace(HERE, local_ranks=1), 2)
+    assert "2 ranks of 1 thread on 2 hosts, each with " in str(saved.conditions)
+    for line in choices_to_save(contenders(node_rank=1, processor="another"), "today"):
+        assert str(line).startswith("nothing saved of ")
+        assert "its hosts differ" in str(line)
+
+
 @pytest.mark.smoke("abc-6", "ab-6")
 @pytest.mark.parametrize(("names", "runs"), [("ab", 6), ("abc", 6), ("abc", 7), ("abcd", 8), ("abcdef", 10)])
 def test_of_several_that_are_the_same_chance_saves_none(names: str, runs: int) -> None:
@@ -156,7 +173,7 @@ def test_a_file_keeps_one_choice_for_the_same_conditions_and_what_is_no_file_non
     assert choices.choices_path({"HOME": "/h"}) == Path("/h/.config/dualdist/choices.json")
 
 
-@pytest.mark.parametrize("text", ["{}", '{"schema": 1, "choices": []}', '{"schema": 3, "choices": []}'])
+@pytest.mark.parametrize("text", ["{}", '{"schema": 2, "choices": []}', '{"schema": 4, "choices": []}'])
 def test_a_damaged_file_ends_no_job_and_is_named(tmp_path: Path, text: str) -> None:
     """faults/test_malformed.py damages more."""
     told: list[str] = []
@@ -217,6 +234,12 @@ def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
     assert found(replace(JOB, size=3, local_size=3)) is None
     assert found(replace(JOB, mpi=True)) is None
     assert found(JOB, "H200") is None
+    two_hosts = replace(JOB, size=4, num_nodes=2)  # of two ranks each
+    assert found(two_hosts) is None
+    by_host = replace(SAVED, conditions=replace(HERE, ranks=4))
+    assert found(two_hosts, saved=by_host) == by_host
+    assert found(replace(JOB, size=4, local_size=4), saved=by_host) is None
+    assert found(replace(JOB, size=3, num_nodes=2), saved=replace(by_host, conditions=replace(HERE, ranks=3))) is None
     assert found(replace(JOB, num_nodes=2, local_size=1)) is None
     assert found(replace(JOB, inferred=frozenset({"local_size", "num_nodes"}))) is None  # who knows?
     for changed in (replace(HERE, processor="another"), replace(HERE, cores=HERE.cores + 1)):
@@ -241,9 +264,9 @@ def test_a_choice_that_fails_is_named(save: Save) -> None:
     """The backend's own error does not say why it was taken."""
     _, environ = save(backend="mpi", transport="mpi")
     told: list[str] = []
-    config = SessionConfig(JOB, environ, "", "key", 5.0, RendezvousStore())
+    config = Request(JOB, environ, "", "key", 5.0, RendezvousStore())
     with pytest.raises(UnsupportedError, match="MPI was not started by torchrun"):
-        open_session("auto", config, told.append)
+        connect_ranks("auto", config, told.append)
     (line,) = told
     assert line.startswith("mpi over mpi, as dualdist compare found on 2026-01-01")
     assert line.endswith("; it fails here")

@@ -17,17 +17,20 @@ from dualdist.backends.base import Backend
 from dualdist.backends.horovod.backend import ProcessSets
 from dualdist.backends.mpi import backend
 from dualdist.backends.mpi.backend import split_calls
-from dualdist.backends.native.backend import slice_starts
+from dualdist.backends.native.host_slices import slice_starts
 from dualdist.backends.operation import Operation
 from dualdist.backends.single import SingleBackend
-from dualdist.backends.wait_budget import WAIT_BUDGET_S, budget_on
+from dualdist.backends.wait_budget import WAIT_BUDGET_S, wait_budget_s
 from dualdist.collectives.reductions import allreduce_
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError, UsageError
-from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _start_session, open_session
+from dualdist.rendezvous.connect import connect_ranks
 from dualdist.rendezvous.rank_assignment import RankLocation
+from dualdist.rendezvous.records import Connected, RendezvousStore, Request
+from dualdist.session import _start
 from dualdist.topology import Topology
+from dualdist.utils import machine
 
-CONFIG = SessionConfig(Topology(0, 1, 0, 1, 0, 1, "none", "the test"), {}, "", "key", 5.0, RendezvousStore())
+CONFIG = Request(Topology(0, 1, 0, 1, 0, 1, "none", "the test"), {}, "", "key", 5.0, RendezvousStore())
 
 
 class NoLines(SingleBackend):
@@ -40,12 +43,12 @@ class NoLines(SingleBackend):
 def test_a_session_that_cannot_be_opened_closes_its_backend() -> None:
     backend = NoLines()
     with pytest.raises(CollectiveTimeoutError, match="not all ranks arrived"):
-        _start_session(backend, None, CONFIG, [RankLocation(0, 0)])
+        _start(Connected(backend, CONFIG.topology, [RankLocation(0, 0)], None, CONFIG.key), CONFIG)
     assert not backend.is_open
     backend = SingleBackend()
     registry.register("renamed", lambda context: backend, ("none",))
     with pytest.raises(UsageError, match="'renamed' names itself 'single'"):
-        open_session("renamed", CONFIG, print)
+        connect_ranks("renamed", CONFIG, print)
     assert not backend.is_open
     registry._registered().pop("renamed")
 
@@ -92,12 +95,15 @@ def test_a_horovod_group_ends_though_a_rank_does_not_leave_and_a_failed_one_has_
         (1, 64, 64, 1, WAIT_BUDGET_S),
         (8, 64, 8, 7, 0.0),
         (64, 64, 1, 64, WAIT_BUDGET_S),
+        (32, 64, 8, 8, WAIT_BUDGET_S),  # four ranks are bound to each of two sockets
     ],
 )
 def test_a_program_waits_for_the_thread_unless_it_has_a_core(
-    cores: int, everywhere: int, local_size: int, threads: int, expected: float
+    monkeypatch: pytest.MonkeyPatch, cores: int, everywhere: int, local_size: int, threads: int, expected: float
 ) -> None:
-    assert budget_on(cores, everywhere, local_size, threads) == expected
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
+    monkeypatch.setattr(machine, "machine_cores", lambda: everywhere)
+    assert wait_budget_s(local_size, threads) == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 24, 25, 26, 1000])

@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import io
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ import torch
 
 import dualdist as dd
 from dualdist.backends.registry import Availability
-from dualdist.bench import scale, startup, step
+from dualdist.bench import startup, step
 from dualdist.bench.jobs import (
     FOREIGN,
     METHODS,
@@ -45,20 +44,17 @@ from dualdist.bench.ranks.measurements import (
     train,
 )
 from dualdist.bench.ranks.training import step_case
+from dualdist.bench.recording import Recorder, tcp_bytes_sent
 from dualdist.bench.report import (
-    ReportTable,
     dump_json,
     format_command,
     format_size,
     make_record,
-    print_table,
 )
-from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.bench.slow_link import link_bytes_s, require_slow_link
 from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import choose_methods
-from dualdist.cli.bench import _parse_ranks, _size
-from dualdist.diagnostics.recording import Recorder, tcp_bytes_sent
+from dualdist.cli.bench import _counts, _size
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
 from dualdist.utils.machine import CpuUse
@@ -176,8 +172,8 @@ def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of
     assert "hush" not in str(caught.value)
 
 
-def test_the_record_has_cuda_and_nccl_of_gpus_and_null_for_nan() -> None:
-    on_cpu, on_gpu = {"cuda": None, "nccl": None}, {"cuda": "13.0", "nccl": "2.28.3"}
+def test_the_record_has_the_versions_of_gpus_and_null_for_nan() -> None:
+    on_cpu, on_gpu = {"device_versions": {}}, {"device_versions": {"CUDA": "13.0", "NCCL": "2.28.3"}}
     for jobs in ([{"ranks": [on_cpu]}, {"ranks": [on_gpu]}], [{"reports": [{}]}, {"reports": [on_gpu]}]):
         assert make_record("x", "c", {}, jobs, None)["versions"].items() >= {"CUDA": "13.0", "NCCL": "2.28.3"}.items()
     assert "CUDA" not in make_record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
@@ -209,9 +205,6 @@ def test_summaries_use_rounds_that_both_libraries_completed() -> None:
     assert (found["rounds"], found["parts"]["init"]["raw"]["value"]) == (1, 1.0)
     assert list(startup.tables([found]))
     assert startup.summarize([started("dualdist", 0)]) == []
-    for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", LinkModel(1e-6, 1e-9))):
-        unknown = scale.summarize([], options)
-        assert (unknown["predictions"], list(scale.tables(unknown))) == ([], []), "no step and no sweep"
 
 
 @pytest.mark.parametrize(
@@ -236,16 +229,6 @@ def test_a_case_builds_equal_models_of_the_stated_size_and_a_different_batch_per
     assert all(parameter.grad is not None for parameter in first.parameters())
 
 
-def test_a_table_aligns_text_left_and_numbers_right_without_markup_or_wrapping() -> None:
-    out = io.StringIO()
-    print_table(ReportTable("title", ("name", "ms"), (("[a]", "1.0"), ("longer" * 20, "10.0")), ("note",)), out)
-    title, names, _, first, second, note = out.getvalue().strip("\n").splitlines()
-    assert (title, names.split(), note) == ("title", ["name", "ms"], "  note")
-    assert first.startswith("[a] ")
-    assert second.split() == ["longer" * 20, "10.0"]
-    assert first.index("1.0") + 3 == second.index("10.0") + 4
-
-
 @pytest.mark.parametrize(("nbytes", "words"), [(8, "8 B"), (65536, "64 KiB"), (25 << 20, "25 MiB"), (1 << 30, "1 GiB")])
 def test_sizes_and_ranks_are_formatted_and_parsed(nbytes: int, words: str) -> None:
     assert format_size(nbytes) == words
@@ -253,9 +236,9 @@ def test_sizes_and_ranks_are_formatted_and_parsed(nbytes: int, words: str) -> No
     for text in ("", "x", "3", "1.5M", "-8", "M"):
         with pytest.raises(argparse.ArgumentTypeError, match="as 8, 64K or 25M"):
             _size(text)
-    assert _parse_ranks("8,2,4,2") == (2, 4, 8)
+    assert _counts("8,2,4,2") == (2, 4, 8)
     with pytest.raises(UsageError, match="as 2,4,8"):
-        _parse_ranks("2,four")
+        _counts("2,four")
 
 
 @pytest.fixture
@@ -334,7 +317,7 @@ def test_a_slow_link_has_a_torchrun_at_each_end() -> None:
 
 def test_a_slow_link_needs_torchrun_and_shared_memory_two_ranks_on_a_host() -> None:
     backends = dict.fromkeys(("native", "horovod"), Availability(True, None, ""))
-    facts = MachineFacts(0, "cpu", backends, is_in_slurm=False)
+    facts = MachineFacts(0, backends, is_in_slurm=False)
     shm, mpirun = RunConfig("native", "shm", "torchrun"), RunConfig("native", None, "mpirun")
     for ranks, refused in ((2, {shm, mpirun}), (3, {mpirun})):
         configs = [shm, mpirun, *parse_configs("native,native:gloo", None)]

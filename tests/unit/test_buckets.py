@@ -11,18 +11,10 @@ from hypothesis import strategies as st
 from dualdist.backends.arithmetic import ReduceOp
 from dualdist.backends.operation import Completed
 from dualdist.backends.single import SingleBackend
-from dualdist.ddp.bucket_plan import (
-    BUCKET_BYTES,
-    CONTRIBUTES,
-    DISCARDS,
-    FIRST_BUCKET_BYTES,
-    HAS_JOINED,
-    BucketPlan,
-    ReducerConfig,
-    plan_buckets,
-)
-from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.bucket import Bucket
 from dualdist.ddp.compression import CASTS, GradientCompressor
+from dualdist.ddp.config import BUCKET_BYTES, FIRST_BUCKET_BYTES, ReducerConfig
+from dualdist.ddp.layout import CONTRIBUTES, DISCARDS, HAS_JOINED, BucketLayout, plan_buckets
 from dualdist.engine.channel import Channel
 from dualdist.engine.monitor import Monitor
 
@@ -102,18 +94,16 @@ class IdenticalRanks(SingleBackend):
         return Completed(buffer)
 
 
-@pytest.mark.parametrize("size", [1, 2, 128, 256, 3000])
+@pytest.mark.parametrize("size", [1, 256, 3000])
 @pytest.mark.parametrize(
-    "compressor",
-    [None, CASTS["bf16"], CASTS["fp16"], Signs(torch.int8), Signs(torch.uint8), Signs(torch.int64)],
-    ids=["float32", "bf16", "fp16", "int8", "uint8", "int64"],
+    "compressor", [None, CASTS["bf16"], Signs(torch.int8), Signs(torch.uint8)], ids=["float32", "bf16", "int8", "uint8"]
 )
 @pytest.mark.parametrize("flag", [CONTRIBUTES, HAS_JOINED, DISCARDS])
 def test_flags_survive_the_sum_over_any_number_of_ranks(
     size: int, compressor: GradientCompressor | None, flag: int
 ) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
-    plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"))
+    plan = BucketLayout("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"))
     bucket = Bucket(
         plan, ReducerConfig("sum", compressor), Channel(IdenticalRanks(size), Monitor(None, [0]), 5.0), set()
     )

@@ -131,20 +131,6 @@ def test_a_truncated_or_extended_file_is_refused_by_name(tmp_path: Path, effort:
     assert found_step(tmp_path, refused=1) == 1
 
 
-class Script(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_an_archive_of_torchscript_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint-00000001.pt"
-    torch.jit.save(torch.jit.script(Script()), path)  # type: ignore[no-untyped-call]
-    path.write_bytes(sealed(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused by torch\.load.*TorchScript"):
-        read(path, FileProgress())
-
-
 @pytest.mark.parametrize(
     "strange", [5, [], {}, {METADATA: 1}, {METADATA: {"format": 2}, EXTRA: {}}, {METADATA: {"format": 1}}]
 )

@@ -8,16 +8,17 @@ import pytest
 from dualdist.backends.registry import Availability
 from dualdist.bench.compare.runner import Contender, RefusedContender
 from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
+from dualdist.bench.placement import Placement
 from dualdist.cli import compare
 from dualdist.cli.compare import select_contenders
 from dualdist.errors import UsageError
-from dualdist.launch.job import Site
+from dualdist.launch.job import Host, Site
 
 SITE = Site("/v/python", {name: f"/v/{name}" for name in ("torchrun", "mpirun", "horovodrun")}, "/v", "openmpi4")
 SETTINGS = MeasurementSettings(2, SITE)
 HERE = Availability(True, "1", "")
 HOROVOD = replace(HERE, gloo=True, mpi=True, nccl=None)
-FACTS = MachineFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
+FACTS = MachineFacts(0, {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
 GPUS = replace(FACTS, gpus=2)
 
 
@@ -55,10 +56,8 @@ IN_SLURM = replace(SITE, tools={**SITE.tools, "srun": "/v/srun"})
         ("srun native shm", replace(FACTS, is_in_slurm=True), IN_SLURM, None),
         ("spawn native shm", replace(FACTS, is_script=True), SITE, "a script does not spawn its ranks"),
         ("torchrun native nccl", GPUS, SITE, None),
-        ("torchrun native shm", GPUS, SITE, "add --device cpu"),
+        ("torchrun native shm", GPUS, SITE, None),
         ("torchrun native nccl", replace(GPUS, gpus=1), SITE, "torch sees 1, and there are 2 ranks"),
-        ("torchrun native shm", replace(GPUS, device="cpu"), SITE, None),
-        ("torchrun native nccl", replace(GPUS, device="cpu"), SITE, "with --device cpu"),
         ("torchrun horovod nccl", GPUS, SITE, "install-horovod --gpu"),
     ],
 )  # fmt: skip
@@ -68,6 +67,31 @@ def test_a_configuration_runs_or_is_refused_with_the_reason(
     launcher, backend, transport = words.split()
     found = refusal_reasons([RunConfig(backend, transport, launcher)], MeasurementSettings(2, site), facts)
     assert not found if expected is None else expected in str(found)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "expected"),
+    [
+        ((2, 1), "native nccl", None),
+        ((3, 0), "native nccl", "torch sees 2 (3 on a, 0 on b), and there are 3 ranks"),
+        ((0, 0), "native nccl", "torch sees no GPU"),
+        ((0, 0), "native shm", None),
+    ],
+)
+def test_gpus_are_counted_by_host(gpus: tuple[int, int], words: str, expected: str | None) -> None:
+    backend, transport = words.split()
+    placement = Placement((Host("a", 2), Host("b", 1)), gpus=gpus)
+    facts = replace(FACTS, gpus=placement.usable_gpus)
+    settings = MeasurementSettings(3, SITE, placement=placement)
+    found = refusal_reasons([RunConfig(backend, transport, "torchrun")], settings, facts)
+    assert not found if expected is None else expected in str(found)
+
+
+def test_shared_memory_needs_two_ranks_of_one_host() -> None:
+    settings = MeasurementSettings(2, SITE, placement=Placement((Host("a", 1), Host("b", 1))))
+    assert "shm needs two ranks on one host" in str(
+        refusal_reasons([RunConfig("native", "shm", "torchrun")], settings, FACTS)
+    )
 
 
 def selected(*words: str) -> tuple[list[Contender], list[RefusedContender]]:

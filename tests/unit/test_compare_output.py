@@ -1,26 +1,23 @@
-"""Arguments, conditions, tables, CSV and folder of a comparison."""
+"""Arguments, conditions, tables and folder of a comparison."""
 
 import argparse
-import csv
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from comparisons import failed_launch, launch
+from comparisons import launch
 
 from dualdist.bench.compare.metrics import summarize
-from dualdist.bench.compare.output import tables, write_csv, write_folder
+from dualdist.bench.compare.output import tables, write_folder
 from dualdist.bench.compare.runner import Comparison, Contender, RefusedContender, UserScript, format_duration
 from dualdist.bench.jobs import DUALDIST, RunConfig
 from dualdist.bench.report import error_summary, make_record
 from dualdist.cli import compare
 from dualdist.cli.compare import describe_settings, make_settings, make_work, parse_budget
 from dualdist.errors import UsageError
-from dualdist.launch.job import Site
 
-SITE = Site("/v/python", {"torchrun": "/v/torchrun"}, "/v")
 CONTENDER = Contender(DUALDIST, RunConfig("native", "shm", "torchrun"))
 
 
@@ -34,7 +31,7 @@ def test_a_budget_is_parsed_with_its_unit_and_durations_are_formatted(text: str,
     assert shown == ["45 s", "89 s", "5 min", "3 h 20 min"]
 
 
-def test_tables_and_csv_have_what_was_launched(tmp_path: Path) -> None:
+def test_tables_have_what_was_launched() -> None:
     speed, cost = tables(
         summarize([CONTENDER], [], [launch(CONTENDER.key, number, 0.1 + number) for number in range(3)], "complete")
     )
@@ -63,7 +60,7 @@ def test_the_page_leads_with_the_verdict_and_says_in_words_what_its_plots_show(t
     result = summarize([gloo, CONTENDER], refused, done, "complete")
     record = make_record("compare", "dualdist compare", {"ranks": 2, "model": "mlp"}, [], {})
     page = write_folder(tmp_path, result, record, done).read_text()
-    assert re.search("<h1>(.*)</h1>", page)[1] == "native over shm is 2.00x faster"
+    assert re.search("<h1>(.*)</h1>", page)[1] == "native over shm (torchrun) is 2.00x faster"
     assert re.findall('<img alt="(.*?)"', page) == [
         "Step times: native over shm (torchrun) 100.00 ms, native over gloo (torchrun) 200.00 ms",
         "Allreduce of 8 B and 1 MiB: native over shm (torchrun) 40 us (raw library 200) and 26 GB/s (raw 5.2); "
@@ -84,7 +81,7 @@ def test_the_page_leads_with_the_verdict_and_says_in_words_what_its_plots_show(t
 def test_an_ordered_launch_is_short_and_differs_in_the_order_of_sums_only(is_script: bool) -> None:
     args = parsed("--model", "mlp", "-np", "3", "--env", "DUALDIST_REDUCTION=unordered", "--device", "cpu")
     work = UserScript(("train.py",), 3, 30) if is_script else make_work(args)
-    comparison = Comparison(work, make_settings(args, SITE), Path("/x"))
+    comparison = Comparison(work, make_settings(args, args.ranks, 1), Path("/x"))
     plain, ordered = (comparison.plan_job(replace(CONTENDER, is_ordered=each), 0).command for each in (False, True))
     differing = {name for name in ordered.env if ordered.env[name] != plain.env[name]}
     assert ordered.env["DUALDIST_REDUCTION"] == "ordered"
@@ -98,27 +95,26 @@ def test_an_ordered_launch_is_short_and_differs_in_the_order_of_sums_only(is_scr
     assert {name: asked[name] for name in asked if asked[name] != usual[name]} == {"steps": 5, "sizes": []}
 
 
-def test_csv_includes_failed_launches_with_the_error_of_their_output(tmp_path: Path) -> None:
-    failed = failed_launch("x", 1, "exit code 1\nOSError: gone")
-    write_csv(tmp_path / "a.csv", [launch(CONTENDER.key, 0, 0.1), failed])
-    with (tmp_path / "a.csv").open() as file:
-        good, bad = csv.DictReader(file)
-    assert (good["label"], float(good["step_s"]), good["error"]) == (CONTENDER.key, pytest.approx(0.1), "")
-    assert (bad["contender"], bad["round"], bad["step_s"], bad["error"]) == ("x", "1", "", "OSError: gone")
-    assert (
-        error_summary("step failed: env torchrun\nTraceback\n  File\nRuntimeError: no memory\n[end]")
-        == "RuntimeError: no memory"
-    )
-    text = "[rank1]: Traceback\n[rank1]: ValueError: boom\ndualdist.errors.RankLostError: rank 1\nTraceback\n"
-    assert error_summary(f"{text}torch.elastic.errors.ChildFailedError:\n====\n") == "ValueError: boom"
-    assert error_summary("mpi4py is not installed") == "mpi4py is not installed"
-    assert error_summary("") == ""
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("step failed: env torchrun\nTraceback\n  File\nRuntimeError: no memory\n[end]", "RuntimeError: no memory"),
+        ("[rank1]: Traceback\n[rank1]: ValueError: boom\ndualdist.errors.RankLostError: rank 1\nTraceback\n"
+         "torch.elastic.errors.ChildFailedError:\n====\n", "ValueError: boom"),
+        ("mpi4py is not installed", "mpi4py is not installed"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_an_output_is_told_by_the_line_of_its_error(text: str, summary: str) -> None:
+    assert error_summary(text) == summary
 
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    compare.place_ranks(args)
+    return args
 
 
 @pytest.mark.parametrize(
@@ -131,7 +127,7 @@ def test_ranks_have_as_many_threads_as_with_dualdist_run(
     monkeypatch.setattr("dualdist.cli.compare.usable_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", own)
     args = parsed(*words)
-    assert (make_settings(args, SITE).threads, describe_settings(args)["threads"]) == (threads, threads)
+    assert describe_settings(args)["threads"] == threads
 
 
 def test_settings_hide_secrets(tmp_path: Path) -> None:

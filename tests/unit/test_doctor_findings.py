@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +28,8 @@ from doctor_facts import (
     with_versions,
 )
 
-from dualdist.cli.doctor import Painter, format_diagnosis
-from dualdist.doctor import to_json
-from dualdist.doctor.diagnosis import collect_fixes
+from dualdist.cli.doctor import format_diagnosis
+from dualdist.doctor.diagnosis import to_json
 from dualdist.doctor.facts import InstallationFacts, Mpi4pyProbe, MpiProgram, parse_srun_mpi_types
 from dualdist.environments import detect
 
@@ -65,7 +63,7 @@ def test_a_valid_launch_of_a_healthy_installation_has_no_findings(table: str) ->
 
 
 BARE = with_versions(with_facts(torch=None, horovod=None, mpi4py=None), torch=None, horovod=None, mpi4py=None)
-VISION = with_versions(with_facts(torchvision_requires="2.13.0"), torchvision="0.28.0")
+VISION = with_versions(torchvision="0.28.0")
 OTHER_VISION = replace(VISION, torch=replace(VISION.torch, has_vision_operators=False))
 NEWER = replace(OTHER_VISION.torch, version="2.15.0")
 NO_HOROVOD = with_versions(with_facts(horovod=None), horovod=None)
@@ -95,8 +93,6 @@ INSTALLATIONS = [
     ("another Python on PATH", with_facts(python_on_path="/usr/bin/python"), {}, {"python-on-path": "info"}),
     ("no Python on PATH", with_facts(python_on_path=""), {}, {"python-on-path": "info"}),
     ("torchvision that fits", replace(VISION, torch=replace(VISION.torch, has_vision_operators=True)), {}, {}),
-    ("torchvision of another torch", replace(VISION, torchvision_requires="2.9.0"), {},
-     {"torchvision-other-torch": "warning"}),
     ("torchvision of another build", OTHER_VISION, {}, {"torchvision-operators": "info"}),
     ("a CPU torch beside GPUs", with_host(gpus=2), {}, {"torch-without-cuda": "warning"}),
     ("a driver that is too old", replace(GPUS, torch=replace(GPUS.torch, gpus=0)), {},
@@ -107,14 +103,12 @@ INSTALLATIONS = [
     ("no Horovod", NO_HOROVOD, {}, {"horovod-missing": "info"}),
     ("no Horovod, wanted", NO_HOROVOD, REQUESTED, {"horovod-missing": "error"}),
     ("Horovod of another torch", with_horovod(torch="2.12.0+cpu"), {}, {"horovod-other-torch": "warning"}),
-    ("Horovod of a CUDA build", with_horovod(torch="2.13.0+cu130"), {}, {"horovod-other-torch": "warning"}),
     ("Horovod of another torch, wanted", with_horovod(torch="2.12.0"), REQUESTED, {"horovod-other-torch": "error"}),
     ("Horovod of PyPI's torch", with_versions(with_torch(with_horovod(torch="2.13.0+cu130"), version="2.13.0"),
      torch="2.13.0"), {}, {}),
     ("Horovod that says nothing", with_horovod(torch=None, mpi_version=None), {}, {}),
     ("Horovod of another Python", with_horovod(python="cpython-39-x86_64-linux-gnu"), {},
      {"horovod-other-python": "warning"}),
-    ("Horovod of this Python", with_horovod(python=FACTS.abi_tag), {}, {}),
     ("Horovod of another MPI", OTHER_MPI, {}, {"horovod-other-mpi": "warning"}),
     ("Horovod of another MPI, under it", OTHER_MPI, MPIRUN | REQUESTED, {"horovod-other-mpi": "error"}),
     ("Horovod without NCCL", replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0")), {},
@@ -124,20 +118,15 @@ INSTALLATIONS = [
     ("Horovod without Gloo, wanted", with_horovod(gloo=False), TORCHRUN | REQUESTED, {"horovod-without-gloo": "error"}),
     ("Open MPI 5", openmpi5(mpi_version="Open MPI 5.0.11"), {}, {"horovodrun-openmpi-5": "warning"}),
     ("Open MPI 5, patched", openmpi5(mpi_version="Open MPI 5.0.11", patches=("horovod/runner/mpi_run.py: x",)), {},
-     {"horovodrun-openmpi-5": "info"}),
+     {}),
     ("Open MPI 5 and a foreign Horovod", openmpi5(gloo=None, mpi=None, mpi_version=None), {},
      {"horovodrun-openmpi-5": "warning"}),
     ("Open MPI 5 and a Horovod without MPI", openmpi5(mpi=False, mpi_version=None), {}, {}),
-    ("mpi4py of another MPI", OTHER_MPI4PY, {}, {"mpi4py-other-mpi": "warning"}),
     ("mpi4py of another MPI, under it", OTHER_MPI4PY, MPIRUN, {"mpi4py-other-mpi": "error"}),
     ("mpi4py of an MPI that is not known", with_facts(mpi4py=Mpi4pyProbe("Fujitsu MPI")), {}, {}),
-    ("broken mpi4py", with_facts(mpi4py="RuntimeError: cannot load MPI library"), {}, {"mpi4py-broken": "warning"}),
     ("broken mpi4py, wanted", with_facts(mpi4py="RuntimeError: cannot load"), MPIRUN, {"mpi4py-broken": "error"}),
-    ("two MPIs, one behind the other", with_facts(mpi_programs=(OPENMPI4, MPICH)), {}, {"two-mpis": "info"}),
     ("two MPIs, mixed", with_facts(mpi_programs=(OPENMPI4, replace(MPICH, program="mpiexec"))), {},
      {"two-mpis": "warning"}),
-    ("one MPI, by two names", with_facts(mpi_programs=(OPENMPI4, replace(OPENMPI4, program="mpiexec"))), {}, {}),
-    ("no MPI", with_facts(mpi_programs=()), {}, {}),
 ]  # fmt: skip
 
 
@@ -155,16 +144,18 @@ def test_findings_name_the_problem_and_the_fix() -> None:
     result = finding_named("torchvision-operators", diagnosis({}, OTHER_VISION))
     assert "torchvision 0.28.0" in result.message
     assert "nms does not exist" in result.why
-    assert "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu" in result.fix
-    assert "--no-deps" in result.command
-    newer = diagnosis({}, replace(OTHER_VISION, torch=NEWER, torchvision_requires=None))
+    assert (
+        "--no-deps --force-reinstall 'torchvision==0.28.0' --index-url https://download.pytorch.org/whl/cpu"
+        in result.fix
+    )
+    newer = diagnosis({}, replace(OTHER_VISION, torch=NEWER))
     assert "'torchvision>=0.29.1'" in finding_named("torchvision-operators", newer).fix
     busy = diagnosis({"OMP_NUM_THREADS": "4"}, with_host(cores=4, total_cores=4), 2)
     assert "export OMP_NUM_THREADS=2" in finding_named("thread-oversubscription", busy).fix
 
 
-def test_the_worst_finding_sets_the_exit_code_and_only_safe_commands_are_fixes() -> None:
-    mild = with_versions(with_facts(horovod=None, mpi_programs=(OPENMPI4, MPICH)), horovod=None)
+def test_the_worst_finding_sets_the_exit_code_and_comes_first() -> None:
+    mild = with_versions(with_facts(horovod=None), horovod=None)
     assert diagnosis({}, FACTS).exit_code == 0
     assert diagnosis({}, mild).exit_code == 0
     worse = with_host(mild, shm_free=0)
@@ -173,19 +164,11 @@ def test_the_worst_finding_sets_the_exit_code_and_only_safe_commands_are_fixes()
     result = diagnosis({}, worst)
     assert (result.exit_code, result.findings[0].level, result.findings[-1].level) == (2, "error", "info")
     assert to_json(result)["exit_code"] == 2
-    bare = diagnosis({}, BARE)
-    assert list(collect_fixes(bare.findings)) == [("/v/python", "-m", "pip", "install", "torch")]
-    broken = with_horovod(torch="2.12.0", python="cpython-39", gloo=False)
-    fixes = collect_fixes(diagnosis(REQUESTED, broken).findings)
-    assert list(fixes) == [("/v/python", "-m", "dualdist", "install-horovod", "--force")]
-    assert [len(each) for each in fixes.values()] == [3]
-    unsafe = with_host(shm_free=0, open_files=(9, 9), address="")
-    assert collect_fixes(diagnosis({}, unsafe).findings) == {}
 
 
 def test_the_text_shows_topology_backends_and_findings() -> None:
     result = diagnosis(recorded("slurm_sbatch_openmpi4", 3), with_horovod(torch="1"))
-    text = "\n".join(format_diagnosis(result, Painter(io.StringIO(), {})))
+    text = "\n".join(format_diagnosis(result))
     for words in (
         "rank 3 of 4, local rank 1, node 1 (inferred)",
         "started by mpirun",
@@ -196,7 +179,7 @@ def test_the_text_shows_topology_backends_and_findings() -> None:
     unknown = diagnosis({"RANK": "0"})
     assert (unknown.topology, unknown.exit_code, to_json(unknown)["topology"]) == (None, 2, None)
     assert "WORLD_SIZE not set" in unknown.findings[0].message
-    assert "unknown: the variables are invalid" in "\n".join(format_diagnosis(unknown, Painter(io.StringIO(), {})))
+    assert "unknown: the variables are invalid" in "\n".join(format_diagnosis(unknown))
     assert str(MpiProgram("mpirun", "/x", "unknown", "")) == "/x (an unknown MPI)"
 
 
@@ -226,38 +209,29 @@ JOBS = [
      {"SLURM_STEP_GPUS": "0,1,2,3"}, None, {"slurm-one-task": "warning"}),
     ("a script that is one task has all GPUs", GPUS, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
      "SLURM_JOB_GPUS": "0,1,2,3"}, None, {"slurm-one-task": "warning"}),
-    ("a script that is one task has one GPU", GPUS, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
-     "SLURM_JOB_GPUS": "3"}, None, {}),
     ("a script on two nodes that names no tasks", FACTS, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0",
      "SLURM_JOB_NUM_NODES": "2"}, None, {"slurm-one-process": "warning"}),
     ("srun without PMIx", NO_PMIX, {}, None, {"srun-without-pmix": "info"}),
     ("srun without PMIx, wanted", NO_PMIX, {"DUALDIST_BACKEND": "mpi"}, None, {"srun-without-pmix": "error"}),
     ("srun with PMIx", with_facts(srun_mpi_types=("none", "pmix_v4")), {}, None, {}),
     ("MPI wanted where it was not started", FACTS, TORCHRUN | {"DUALDIST_BACKEND": "mpi"}, None,
-     {"mpi-not-started": "error"}),
+     {"backend-impossible": "error"}),
     ("MPI wanted where mpi4py is missing", with_versions(with_facts(mpi4py=None), mpi4py=None),
-     MPIRUN | {"DUALDIST_BACKEND": "mpi"}, None, {"mpi4py-missing": "error"}),
+     MPIRUN | {"DUALDIST_BACKEND": "mpi"}, None, {"backend-impossible": "error"}),
     ("more ranks than GPUs", ONE_GPU, TORCHRUN, None, {"more-ranks-than-gpus": "error"}),
     ("a GPU and no number of ranks", ONE_GPU, {}, None, {}),
-    ("a GPU for a job of one task", ONE_GPU, ONE_TASK | {"CUDA_VISIBLE_DEVICES": "0"}, None, {}),
     ("a GPU and two ranks planned", ONE_GPU, {}, 2, {"more-ranks-than-gpus": "warning"}),
-    ("more ranks planned than GPUs", GPUS, {}, 5, {"more-ranks-than-gpus": "warning"}),
     ("a GPU for each task", ONE_GPU,
      recorded("slurm_srun_pmi2_more") | {"CUDA_VISIBLE_DEVICES": "0"}, None, {"gpus-hidden-per-task": "info"}),
     ("one GPU for two tasks", with_host(ONE_GPU, gpus=1),
      recorded("slurm_srun_pmi2_more"), None, {"more-ranks-than-gpus": "error"}),
     ("little shared memory", with_host(shm_free=7 << 20), {}, None, {"shm-too-small": "warning"}),
-    ("enough for one", with_host(shm_free=7 << 20), {}, 1, {}),
     ("no shared memory", with_host(shm_free=None), {}, 1, {"shm-too-small": "warning"}),
     ("few files", with_host(open_files=(256, 256)), {}, None, {"too-few-files": "warning"}),
-    ("few files, but more may be had", with_host(open_files=(256, 4096)), {}, None, {}),
     ("few files for many ranks", with_host(open_files=(4096, 4096)), {}, 1000, {"too-few-files": "warning"}),
     ("little locked memory", with_host(locked_memory=(8 << 20, 8 << 20), infiniband=("mlx5_0",)), {}, None,
      {"locked-memory": "warning"}),
-    ("little locked memory without InfiniBand", with_host(locked_memory=(8 << 20, 8 << 20)), {}, None, {}),
-    ("InfiniBand without a limit", with_host(infiniband=("mlx5_0",)), {}, None, {}),
     ("too many threads", BUSY, {"OMP_NUM_THREADS": "4"}, 2, {"thread-oversubscription": "warning"}),
-    ("threads that fit", BUSY, {"OMP_NUM_THREADS": "2"}, 2, {}),
     ("nested threads", BUSY, {"OMP_NUM_THREADS": "4,2"}, 2, {"thread-oversubscription": "warning"}),
     ("OMP_NUM_THREADS unset", BUSY, MPIRUN | {"OMP_NUM_THREADS": ""}, None, {"thread-oversubscription": "warning"}),
     ("threads that torchrun sets", BUSY, TORCHRUN | {"OMP_NUM_THREADS": ""}, None, {}),
@@ -275,16 +249,10 @@ JOBS = [
     ("a name server that does not answer", with_host(reverse_lookup_s=5.0), {}, None,
      {"reverse-lookup-slow": "warning"}),
     ("an interface that is not there", FACTS, {"GLOO_SOCKET_IFNAME": "ib0"}, None, {"interface-missing": "error"}),
-    ("interfaces of which one is not there", FACTS, {"GLOO_SOCKET_IFNAME": "eth0,ib0"}, None,
-     {"interface-missing": "error"}),
     ("an interface that is there", FACTS, {"GLOO_SOCKET_IFNAME": "eth0", "HOROVOD_GLOO_IFACE": "eth0"}, None, {}),
     ("NCCL's interface prefixes", FACTS, {"NCCL_SOCKET_IFNAME": "eth,ib"}, None, {}),
-    ("NCCL's excluded interfaces", FACTS, {"NCCL_SOCKET_IFNAME": "^docker0"}, None, {}),
     ("NCCL's exact interfaces", FACTS, {"NCCL_SOCKET_IFNAME": "=eth"}, None, {"interface-missing": "error"}),
     ("no network on two nodes", with_host(interfaces={"lo": "127.0.0.1"}), SRUN, None, {"no-network": "error"}),
-    ("no network on one", with_host(interfaces={"lo": "127.0.0.1"}), {}, None, {}),
-    ("two networks on two nodes", with_host(interfaces={"eth0": "10.0.0.1", "ib0": "10.1.0.1"}), SRUN, None,
-     {"several-networks": "info"}),
     ("a bridge under mpirun on two nodes", BRIDGED, ON_TWO_NODES, None, {"bridges": "warning"}),
     ("a bridge that is excluded", BRIDGED, ON_TWO_NODES | {"OMPI_MCA_btl_tcp_if_include": "eth0"}, None, {}),
     ("the bridge of a network of Docker's", with_host(interfaces={"eth0": "10.0.0.1", "br-350f16f6fa10": "172.18.0.1"}),
@@ -292,18 +260,13 @@ JOBS = [
     ("a bridge that leads to others", with_host(interfaces={"br-ex": "10.0.0.1"}), ON_TWO_NODES, None, {}),
     ("an unknown backend", FACTS, {"DUALDIST_BACKEND": "nativ"}, None, {"choice-unknown": "error"}),
     ("a misspelt variable", FACTS, {"DUALDIST_BAKEND": "mpi"}, None, {"variable-unknown": "warning"}),
-    ("two unknown values", FACTS, {"DUALDIST_BACKEND": "a", "DUALDIST_TRANSPORT": "b"}, None,
-     {"choice-unknown": "error"}),
     ("a transport that the backend lacks", FACTS, {"DUALDIST_BACKEND": "native", "DUALDIST_TRANSPORT": "mpi"}, None,
-     {"transport-impossible": "error"}),
-    ("a transport that the launcher's backend lacks", FACTS, TORCHRUN | {"DUALDIST_TRANSPORT": "mpi"}, None,
-     {"transport-impossible": "error"}),
+     {"backend-impossible": "error"}),
     ("Horovod over MPI where MPI was not started", FACTS,
-     TORCHRUN | {"DUALDIST_BACKEND": "horovod", "HOROVOD_CONTROLLER": "MPI"}, None, {"transport-impossible": "error"}),
+     TORCHRUN | {"DUALDIST_BACKEND": "horovod", "HOROVOD_CONTROLLER": "MPI"}, None, {"backend-impossible": "error"}),
     ("Horovod over MPI", FACTS, MPIRUN | {"DUALDIST_BACKEND": "horovod", "HOROVOD_CONTROLLER": "mpi"}, None, {}),
-    ("NCCL without GPUs", FACTS, TORCHRUN | {"DUALDIST_TRANSPORT": "nccl"}, None, {"transport-impossible": "error"}),
+    ("NCCL without GPUs", FACTS, TORCHRUN | {"DUALDIST_TRANSPORT": "nccl"}, None, {"backend-impossible": "error"}),
     ("NCCL with GPUs", GPUS, TORCHRUN | {"DUALDIST_TRANSPORT": "nccl"}, None, {}),
-    ("shared memory", FACTS, TORCHRUN | {"DUALDIST_TRANSPORT": "shm"}, None, {}),
     ("a transport for one rank", FACTS, {"DUALDIST_TRANSPORT": "mpi"}, None, {}),
     ("rank 0's host name does not resolve", with_facts(is_master_unresolved=True),
      TORCHRUN | {"MASTER_ADDR": "nowhere"}, None, {"master-unresolved": "error"}),

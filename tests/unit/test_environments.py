@@ -76,15 +76,7 @@ def test_special_step_ids_are_no_steps() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "node", "local_size"),
-    [
-        ("3,1", 0, 3),
-        ("3,1", 1, 1),
-        ("2(x999999999)", 0, 2),
-        ("2(x2),1", 0, 2),
-        ("2(x2),1", 1, 2),
-        ("2(x2),1", 2, 1),
-        ("1(x2),3", 2, 3),
-    ],
+    [("3,1", 0, 3), ("3,1", 1, 1), ("2(x999999999)", 0, 2), ("2(x2),1", 1, 2), ("2(x2),1", 2, 1), ("1(x2),3", 2, 3)],
 )
 def test_local_size_is_the_count_at_this_node(counts: str, node: int, local_size: int) -> None:
     env = recorded("slurm_srun-none_N2x2") | {

@@ -197,8 +197,8 @@ def test_imagenet_is_read_where_it_lies(data: ModuleType, tmp_path: Path) -> Non
             folder = tmp_path / part / kind
             folder.mkdir(parents=True)
             Image.new("RGB", (80, 60)).save(folder / "first.jpeg")
-    train, validation = imagenet.load_data(Namespace(data=str(tmp_path), image_size=56, limit=None))
-    for part in (train, validation):
+    options = Namespace(data=str(tmp_path), image_size=56, limit=None)
+    for part in (imagenet.load_data(options, training=is_training) for is_training in (True, False)):
         assert [label for _, label in part] == [0, 1]
         assert part[0][0].shape == (3, 56, 56)
         assert part[0][0].dtype == torch.float32

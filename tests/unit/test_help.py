@@ -1,4 +1,4 @@
-"""--help fits a screen and has examples that are right; a shell completes; colours are for terminals."""
+"""--help fits a screen and has examples that are right; a shell completes."""
 
 import argparse
 import contextlib
@@ -21,9 +21,8 @@ from harness.installed import lack
 
 from dualdist.cli import COMMANDS, EXAMPLES, build_parser, main
 from dualdist.cli.bench import BENCHMARKS
-from dualdist.cli.completion import EXAMPLES as EXAMPLES_OF_COMPLETION
-from dualdist.cli.doctor import Painter
 from dualdist.cli.help_formatter import HEIGHT, WIDTH
+from dualdist.launch.launchers import LAUNCHERS
 
 HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in BENCHMARKS)]
 
@@ -49,7 +48,7 @@ def test_help_fits_a_screen_and_has_examples_that_the_command_knows(words: tuple
     assert [line for line in lines if len(line) > WIDTH] == []
     assert examples(text)
     for example in examples(text):
-        typed = shlex.split(re.sub(r'^eval "\$\(|\)".*| \| source.*', "", example))
+        typed = shlex.split(example)
         own = typed[typed.index("dualdist") + 1 :]
         build_parser(own[0]).parse_args(own)
     listed = {(): (*COMMANDS, *EXAMPLES), ("bench",): BENCHMARKS}.get(words, ())
@@ -78,8 +77,8 @@ def completing(base_env: Mapping[str, str]) -> Mapping[str, str]:
     ("line", "expected"),
     [
         ("dualdist ", set(COMMANDS)),
-        ("dualdist comp", {"compare", "completion"}),
-        ("dualdist run --launcher ", {"torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "spawn", "python"}),
+        ("dualdist comp", {"compare"}),
+        ("dualdist run --launcher ", set(LAUNCHERS)),
         ("dualdist run --backend h", {"horovod"}),
         ("dualdist run --tag", {"--tag-output"}),
         ("dualdist doctor --explain", {"--explain-env"}),
@@ -89,9 +88,9 @@ def completing(base_env: Mapping[str, str]) -> Mapping[str, str]:
     ],
 )
 def test_a_shell_completes(completing: Mapping[str, str], line: str, expected: set[str]) -> None:
-    """bash calls the function that the line of --help defines when Tab is pressed."""
+    """bash calls the function that the line defines when Tab is pressed."""
     script = (
-        'eval "$(dualdist completion bash)"; complete -p dualdist >&2; COMP_TYPE=9; '
+        'eval "$(register-python-argcomplete dualdist)"; complete -p dualdist >&2; COMP_TYPE=9; '
         'COMP_POINT=${#COMP_LINE}; _python_argcomplete dualdist; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     env = {**completing, "COMP_LINE": line}
@@ -102,21 +101,27 @@ def test_a_shell_completes(completing: Mapping[str, str], line: str, expected: s
 
 
 SHELLS = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"], "fish": ["--no-config", "--interactive"]}
+REGISTER = 'eval "$(register-python-argcomplete dualdist)"'
+# The lines of docs/pages/install.md.
+LINES = {
+    "bash": REGISTER,
+    "zsh": f"autoload -U compinit && compinit; {REGISTER}",
+    "fish": "register-python-argcomplete --shell fish dualdist | source",
+}
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_tab_completes_in_a_terminal_of_each_shell(completing: Mapping[str, str], shell: str, tmp_path: Path) -> None:
-    """The line of --help is typed, then `dualdist inf`, Tab and Enter, which runs `dualdist info`."""
+    """The line is typed, then `dualdist inf`, Tab and Enter, which runs `dualdist info`."""
     if shutil.which(shell) is None:
         lack(shell, shell)
-    line = next(each.partition("#")[0].strip() for each in EXAMPLES_OF_COMPLETION if f"completion {shell}" in each)
     env = {**completing, "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "TERM": "dumb"}
     ours, theirs = pty.openpty()
     start = ["setsid", "--ctty", shell, *SHELLS[shell]]
     job = subprocess.Popen(start, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     try:
-        os.write(ours, f"{line}\rdualdist inf\t\rexit\r".encode())
+        os.write(ours, f"{LINES[shell]}\rdualdist inf\t\rexit\r".encode())
         seen = read_terminal(ours)
     finally:
         os.close(ours)
@@ -135,25 +140,6 @@ def read_terminal(terminal: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "environ", "expected"),
-    [
-        (True, {"TERM": "xterm"}, True),
-        (True, {"TERM": "xterm", "NO_COLOR": ""}, True),
-        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
-        (True, {"TERM": "dumb"}, False),
-        (True, {}, False),
-        (False, {"TERM": "xterm"}, False),
-    ],
-)
-def test_colours_are_for_terminals_that_allow_them(
-    is_terminal: bool, environ: Mapping[str, str], expected: bool
-) -> None:
-    stream = io.StringIO()
-    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
-    assert Painter(stream, environ)("x", "red", "bold") == ("\x1b[31;1mx\x1b[0m" if expected else "x")
-
-
-@pytest.mark.parametrize(
     ("line", "output"),
     [
         ("run -np 2 --launchr spawn train.py", "usage: dualdist run .*did you mean '--launcher'[?]"),
@@ -161,6 +147,7 @@ def test_colours_are_for_terminals_that_allow_them(
         ("runn -np 2 train.py", "usage: dualdist .*did you mean 'run'[?]"),
         ("hlep", "usage: dualdist .*did you mean 'help'[?]"),
         ("verison", "usage: dualdist .*did you mean 'version'[?]"),
+        ("bench step --model resnet19", "usage: dualdist bench step .*did you mean 'resnet18'[?]"),
         ("bench stepp", "usage: dualdist bench .*did you mean 'step'[?]"),
         ("compare --zzz", "usage: dualdist compare .*unrecognized arguments: --zzz$"),
     ],

@@ -5,10 +5,14 @@ import doctest
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
+import tomllib
 import torch
 from harness.pages import PAGES as DOCS
 
@@ -22,8 +26,11 @@ MEASURED = {"bench/ranks/training.py", "bench/ranks/cold_start.py"}
 # What only some files may import, also in functions.
 RESERVED = {
     "torch.distributed": {
-        *(f"backends/native/{name}.py" for name in ("backend", "store")),
-        *(f"c10d/{name}.py" for name in ("__init__", "connection", "process_group", "work")),
+        *(
+            f"backends/native/{name}.py"
+            for name in ("backend", "device_watch", "libraries", "operations", "startup", "store")
+        ),
+        *(f"c10d/{name}.py" for name in ("__init__", "connection", "process_group", "torch_backend", "work")),
         *MEASURED,
     },
     "horovod": {
@@ -36,7 +43,8 @@ RESERVED = {
 WITHOUT_TORCH = (
     "dualdist", "dualdist.launch.launchers", "dualdist.launch.execute", "dualdist.utils.package_probe",
     "dualdist.doctor", "dualdist.doctor.smoke_test", "dualdist.doctor.hosts", "dualdist.cli", "dualdist.cli.bench",
-    "dualdist.bench.compare.output", "dualdist.cli.compare", "dualdist.cli.doctor", "dualdist.horovod_build",
+    "dualdist.bench.compare.output", "dualdist.cli.compare", "dualdist.cli.doctor", "dualdist.cli.top",
+    "dualdist.horovod_build",
 )  # fmt: skip
 
 
@@ -58,6 +66,34 @@ def test_a_package_is_imported_by_its_modules_alone(package: str) -> None:
         if any(f"{name}.".startswith(f"{package}.") for name in imported(path))
     }
     assert found - RESERVED[package] == set()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers are counted."""
+    graph = grimp.build_graph("dualdist", cache_dir=None)
+    imports = {each: graph.find_modules_directly_imported_by(each) - {each} for each in graph.modules}
+    TopologicalSorter(imports).prepare()
+
+
+def test_a_class_name_is_used_once() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_manual_lists_the_layers_that_import_linter_holds() -> None:
+    page = (DOCS / "design/architecture.md").read_text()
+    listed = [line.split()[0] for line in page.partition("```text\n")[2].partition("```")[0].splitlines()]
+    (layers, *_) = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    places = {name: place for place, layer in enumerate(layers["layers"]) for name in layer.split(" | ")}
+    names = [name.removesuffix("/").removesuffix(".py") for name in listed]
+    assert sorted(names) == sorted(places)
+    assert names == sorted(names, key=places.__getitem__)
+    assert all((PACKAGE / name).exists() for name in listed)
 
 
 def test_modules_and_public_names_are_documented() -> None:

@@ -1,10 +1,13 @@
 """dualdist.hvd: every public name of Horovod with its signature, `horovod.run`, handles of concurrent collectives."""
 
+import gc
 import importlib
 import inspect
 import os
+import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,13 +78,21 @@ def default(value: Any) -> Any:
 def assert_same(theirs: Any, ours: Any, name: str) -> None:
     if inspect.isclass(theirs):
         if "__init__" in vars(theirs) and not name.endswith("Error"):
-            assert signature(ours.__init__) == signature(theirs.__init__), name
+            assert_same_signature(theirs.__init__, ours.__init__, name)
         for member in (key for key in vars(theirs) if key[0] != "_"):
             assert_same(getattr(theirs, member), getattr(ours, member), f"{name}.{member}")
     elif isinstance(theirs, (int, str)):
         assert ours == theirs, name
     elif callable(theirs):
-        assert signature(ours) == signature(theirs), name
+        assert_same_signature(theirs, ours, name)
+
+
+def assert_same_signature(theirs: Any, ours: Any, name: str) -> None:
+    """Ours may take further, optional arguments: dd.SyncBatchNorm's, and those of horovod.common.util."""
+    expected, found = signature(theirs), signature(ours)
+    assert found[: len(expected)] == expected, name
+    assert name.endswith(("_built", "SyncBatchNorm")) or len(found) == len(expected), name
+    assert all(value != "_empty" for _, _, value in found[len(expected) :]), name
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -101,7 +112,8 @@ def test_every_public_name_has_horovods_signature(module: str) -> None:
         ({"min_num_proc": 2}, "min_num_proc=2: ranks that come and go"),
         ({"max_np": 2}, "max_np=2: ranks that come and go"),
         ({"reset_limit": 0}, "reset_limit=0"),
-        ({"use_mpi": True}, "use_mpi=True: no MPI starts these ranks"),
+        ({"use_mpi": True, "use_gloo": True}, "use_gloo and use_mpi exclude each other"),
+        ({"mpi_args": "-x A"}, "mpi_args='-x A': no MPI starts these ranks"),
         ({"output_filename": "out"}, "output_filename='out'"),
         ({"executable": "python2"}, "executable='python2'"),
         ({"hosts": "far:1"}, "'far' is not this host"),
@@ -149,6 +161,8 @@ def test_results_come_back_in_rank_order_and_the_script_needs_no_guard(
 def test_run_takes_np_and_raises_what_a_horovod_program_expects() -> None:
     with pytest.warns(DeprecationWarning, match="num_proc"):
         assert run(abs, (-3,), np=1) == [3]
+    with pytest.warns(UserWarning, match="use_mpi=True: .* without MPI"):
+        assert run(abs, (-3,), num_proc=1, use_gloo=False, use_mpi=True) == [3]
     with pytest.raises(LaunchError, match=r"rank 0 failed:(.|\n)*ValueError: .*'three'") as caught:
         run(int, ("three",))
     assert isinstance(caught.value, RuntimeError)
@@ -176,3 +190,30 @@ def test_collectives_that_start_concurrently_get_different_handles() -> None:
     numbers.append(mpi_ops.start(both))
     assert len({*numbers}) == 2
     assert [hvd.synchronize(number) for number in numbers] == [2.0, 1.0]
+
+
+@pytest.mark.usefixtures("job")
+def test_an_optimizer_that_the_program_drops_is_freed_without_a_garbage_collection() -> None:
+    """Its hooks reduce gradients of its parameters, which another optimizer may own by then."""
+
+    def train() -> weakref.ref[torch.optim.Optimizer]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return weakref.ref(hvd.DistributedOptimizer(optimizer))
+
+    torch.optim.SGD([torch.ones(1)])  # torch keeps the frames of a process's first optimizer
+    gc.disable()
+    try:
+        assert train()() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("job")
+def test_a_synchronized_layer_is_shown_pickled_and_converted_as_horovods() -> None:
+    layer = pickle.loads(pickle.dumps(hvd.SyncBatchNorm(3)))
+    assert isinstance(layer, hvd.SyncBatchNorm)
+    assert str(layer).startswith("SyncBatchNorm(3, ")
+    assert isinstance(hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(3)), hvd.SyncBatchNorm)

@@ -16,7 +16,7 @@ import dualdist.hvd as hvd
 from dualdist.errors import CollectiveError, MismatchError
 from dualdist.hvd import elastic
 from dualdist.hvd.common import HorovodInternalError, HostsUpdatedInterrupt
-from dualdist.hvd.elastic import HostUpdateResult, ObjectState, State, notification_manager
+from dualdist.hvd.elastic import HostUpdateResult, State, notification_manager
 
 
 @pytest.fixture(autouse=True)
@@ -296,12 +296,3 @@ def test_hosts_that_change_during_a_reset_cause_another_one() -> None:
 
     elastic.run_fn(train, reset)(held)
     assert seen == ["begins", "meets", "begins", "meets", "begins"]
-
-
-def test_an_object_state_requires_its_functions() -> None:
-    held = ObjectState(bcast_object=lambda obj: {**obj, "step": 7}, get_rank=lambda: 1, step=1)
-    held.sync()
-    assert held.step == 7
-    for missing in ("save", "restore", "sync"):
-        with pytest.raises(NotImplementedError):
-            getattr(State(lambda obj: obj, lambda: 0), missing)()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness.jobs import Launch
 
-from dualdist.launch import control_channel, env_defaults
+from dualdist.launch import env_defaults
 from dualdist.launch.failure import (
     RankEnd,
     describe_failure,
@@ -19,6 +19,7 @@ from dualdist.launch.failure import (
     is_consequence,
 )
 from dualdist.launch.relay import OutputRelay
+from dualdist.utils import control_channel
 
 VALUE_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\nValueError: one\ntwo'
 KEY_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nKeyError: 1'
@@ -90,7 +91,7 @@ def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], fir
 
 
 @pytest.mark.parametrize(
-    ("launchers", "code", "is_elastic", "expected"),
+    ("launchers", "code", "launcher_restarts_ranks", "expected"),
     [
         ([1], 7, False, 7),
         ([1], -9, False, 137),
@@ -106,10 +107,10 @@ def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], fir
     ],
 )
 def test_exit_code_is_the_first_failing_ranks(
-    launchers: list[int], code: int | None, is_elastic: bool, expected: int
+    launchers: list[int], code: int | None, launcher_restarts_ranks: bool, expected: int
 ) -> None:
     failure = None if code == 0 else ended(1, code, 1.0)
-    assert exit_code(launchers, failure, is_elastic=is_elastic) == expected
+    assert exit_code(launchers, failure, launcher_restarts_ranks=launcher_restarts_ranks) == expected
 
 
 @pytest.mark.parametrize(

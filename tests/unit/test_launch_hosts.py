@@ -27,6 +27,7 @@ A, B = Host("a", 2, is_local=True), Host("b", 2)
         ("a,b,a", [("a", 2), ("b", 1)]),
         ("10.0.0.1:16", [("10.0.0.1", 16)]),
         ("node-1.site.example:2", [("node-1.site.example", 2)]),
+        ("[fd00::1]:2,[fd00::2]", [("fd00::1", 2), ("fd00::2", 1)]),
     ],
 )
 def test_hosts_of_a_line(text: str, found: list[tuple[str, int]]) -> None:
@@ -63,7 +64,9 @@ def test_malformed_host_files_are_refused_with_the_line(tmp_path: Path, text: st
         hosts.read_hostfile(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("text", ["", "a:2,", "a:x", "a:0", "-oProxyCommand=x:1", "a:2:3", "a b"])
+@pytest.mark.parametrize(
+    "text", ["", "a:2,", "a:x", "a:0", "-oProxyCommand=x:1", "a:2:3", "a b", "fd00::1:2", "[fd00::1"]
+)
 def test_malformed_lists_of_hosts_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         hosts.parse_hosts(text)

@@ -10,10 +10,10 @@ from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
 from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Host, Job, Mpi, RendezvousAddress, Site
-from dualdist.launch.launchers import LAUNCHERS, build_command, build_commands
+from dualdist.launch.launchers import LAUNCHERS, PROGRAMS, build_command, build_commands
 from dualdist.launch.launchers.horovodrun import localhost_spellings
 
-TOOLS = {name: f"/v/bin/{name}" for name in ("torchrun", "horovodrun", "mpirun", "srun")}
+TOOLS = {name: f"/v/bin/{name}" for name in PROGRAMS}
 HOSTS = (Host("a", 2, is_local=True), Host("b", 2))
 TRAIN = ("train.py",)
 JOB = Job(TRAIN, 2, "native", env={"OMP_NUM_THREADS": "1"})
@@ -50,11 +50,9 @@ GOLDEN = [
     ("python", Job(("-m", "package.module", "x"), 1), site(), "python -m package.module x"),
     ("mpirun", ON_HOSTS, site(), f"mpirun --oversubscribe --map-by slot --bind-to none -np 3 {ON_A_AND_B} "
      "--mca oob_tcp_if_include eth0 -x DUALDIST_BACKEND python train.py"),
-    ("mpirun", ON_HOSTS, site(is_root=True), "mpirun --allow-run-as-root --oversubscribe --map-by slot --bind-to none "
-     f"-np 3 {ON_A_AND_B} --mca oob_tcp_if_include eth0 -x DUALDIST_BACKEND python train.py"),
     ("mpirun", ON_HOSTS, site("openmpi5", is_root=True), "mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE "
      f"--bind-to none -np 3 {ON_A_AND_B} --prtemca prte_if_include eth0 -x DUALDIST_BACKEND python train.py"),
-    ("mpirun", ON_HOSTS, site("mpich", is_root=True),
+    ("mpirun", ON_HOSTS, site("mpich"),
      "mpirun -np 3 -hosts a:2,b:2 -iface eth0 -genvlist DUALDIST_BACKEND python train.py"),
     # The host where mpirun itself runs need not have the ranks' interface.
     ("mpirun", Job(TRAIN, 2, hosts=(Host("b", 1), Host("c", 1)), interface="eth0"), site(), "mpirun --oversubscribe "
@@ -114,6 +112,7 @@ def test_open_mpi_starts_on_one_host_without_ssh(launcher: str, helped: bool) ->
         ("python", JOB, site(), "starts 1 rank on this host"),
         ("horovodrun-mpi", JOB, site("openmpi5"), r"Open MPI 5.*start the job with mpirun itself"),
         ("mpirun", JOB, site("unknown"), r"/v/bin/mpirun belongs to neither"),
+        ("mpirun", Job(TRAIN, 2, hosts=(Host("fd00::1", 2),)), site(), r"host \[fd00::1\]:2: mpirun takes no address"),
         ("mpiruns", JOB, site(), r"launcher 'mpiruns'.*did you mean 'mpirun'\?"),
         # horovodrun passes the folder to the shells of other hosts without quotes.
         *(("horovodrun", ON_HOSTS, site(folder=name), "start the job in a folder whose name has no blanks")

@@ -100,7 +100,7 @@ def test_a_process_that_cannot_be_killed_is_named_and_left(
     """A zombie stands for a process in uninterruptible sleep."""
     monkeypatch.setattr("dualdist.launch.processes.KILL_TIMEOUT_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
-        assert processes.wait_or_kill("unused mark", 0, lambda: [ended.pid]) == []
+        assert processes.wait_or_kill(list, 0, lambda: [ended.pid]) == []
     assert f"SIGKILL did not end every process within 0.2 s; still running: {ended.pid} (" in capfd.readouterr().err
 
 

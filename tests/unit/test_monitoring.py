@@ -1,9 +1,12 @@
 """Monitored operations: wait times, timeout reports, stacks of threads, and probes between ranks."""
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,10 @@ from dualdist.backends.operation import Operation
 from dualdist.backends.single import SingleBackend
 from dualdist.engine.channel import Channel, Transfer
 from dualdist.engine.monitor import Monitor
+from dualdist.environments import detect
 from dualdist.errors import CollectiveError, RankLostError
-from dualdist.monitoring import wait_times
-from dualdist.monitoring.process_state import (
+from dualdist.liveness import wait_times
+from dualdist.liveness.process_state import (
     BUSY,
     SHOWN,
     STATES,
@@ -26,7 +30,7 @@ from dualdist.monitoring.process_state import (
     thread_stack,
     trim_stack,
 )
-from dualdist.monitoring.rank_probe import (
+from dualdist.liveness.rank_probe import (
     IN_PROGRAM,
     RankPosition,
     RankProbe,
@@ -34,11 +38,12 @@ from dualdist.monitoring.rank_probe import (
     format_report,
     report_timeout,
 )
-from dualdist.monitoring.wait_times import WaitRecord, WaitTimes, summarize_waits
+from dualdist.liveness.rank_status import NO_ANSWER, RankStatus, StatusServer, find_jobs, look
+from dualdist.liveness.wait_times import WaitRecord, WaitTimes, summarize_waits
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import LOOPBACK, open_listener
 
-OURS = str(Path(dualdist.__file__).with_name("operations.py"))
+OURS = str(Path(dualdist.__file__).with_name("api.py"))
 WHAT, REASON = "allreduce 'x' of float32(3,)", "not all ranks arrived within 6 s"
 HERE = ("<program>", 7, "train")
 
@@ -252,6 +257,23 @@ def test_leaving_a_nested_operation_returns_to_the_outer_one(enroll: Enroll) -> 
             pass
         locations = {position.location for position in probes[1].query().positions if 0 in position.seconds}
     assert locations == {"in join"}
+
+
+def test_a_rank_asks_the_ranks_of_other_hosts_what_they_do(enroll: Enroll) -> None:
+    """Each host sees its own sockets: here all are of one host, and the numbers of the jobs differ by host."""
+    probes, numbers = enroll(2, 3), [os.getpid(), os.getpid() + 1]
+    places = [replace(detect({}), rank=rank, size=3, local_size=3) for rank in range(2)]
+    with ExitStack() as servers:
+        for place, number, probe in zip(places, numbers, probes, strict=True):
+            servers.callback(StatusServer(place, number, probe, int).close)
+        with Monitor(probes[1], range(3)).operation("barrier 'b'"):
+            found = look(find_jobs()[numbers[0]], 0.2)
+        near, far, silent = found.values()
+        assert isinstance(near, RankStatus)
+        assert isinstance(far, RankStatus)
+        assert (near.operation, near.waited) == ("", 0.0)
+        assert (far.rank, far.operation, far.waited) == (1, "barrier 'b'", 1.0)
+        assert silent == NO_ANSWER
 
 
 class Broken(Operation[None]):

@@ -73,3 +73,13 @@ def test_a_refusal_lists_the_arguments_of_each_rank_but_no_long_lists() -> None:
     assert str(many).endswith("and 12 more")
     few = [RankRequests((request("x", op="sum"),))] * 12 + [RankRequests((request("x", op="max"),))]
     assert "and 4 more" in compute_response(few, range(13)).refused[0][1]
+
+
+def test_what_ranks_begin_on_different_sides_of_a_backward_is_refused() -> None:
+    """On a device they would pair it with a bucket of gradients: Note [one order on a device] in backends/native."""
+    early, late = (RankRequests((request("x"), request("y")), begun=begun) for begun in (0, 12))
+    assert [RankRequests.loads(each.dumps()) for each in (early, late)] == [early, late]
+    assert compute_response([late, late], range(2)) == Response(agreed=("x", "y"))
+    refused = dict(compute_response([early, late], range(2)).refused)
+    assert list(refused) == ["x", "y"]
+    assert "rank 0 after 0 buckets of gradients; rank 1 after 12 buckets" in refused["x"]

@@ -154,13 +154,10 @@ def test_every_folder_stands_in_the_table() -> None:
     assert all(next((ROOT / "tests").rglob(name), None) for name in launch_files)
 
 
-HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
-
-
 @cache
 def anchors(path: Path) -> set[str]:
     """Return the anchors of the headings, as GitHub and mkdocs make them, which strips blanks."""
-    text = FENCED.sub("", HOOKS["on_page_markdown"](path.read_text()))
+    text = FENCED.sub("", path.read_text())
     words = [re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
     return {each.replace(" ", "-") for word in words for each in (word, word.strip())}
 
@@ -185,11 +182,46 @@ def test_a_file_of_the_repository_that_a_page_names_is_there() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    listed = re.findall(r"^::: dualdist\.(\w+)$", (PAGES / "reference/api.md").read_text(), re.MULTILINE)
-    errors = {name for name in dd.__all__ if name.endswith("Error")}  # reference/errors.md
-    assert sorted(listed) == sorted({*dd.__all__} - errors - {"__version__", "elastic"})
-    members = re.findall(r"^::: dualdist\.elastic\.(\w+)$", (PAGES / "reference/api.md").read_text(), re.MULTILINE)
+    pages = [(PAGES / "reference" / name).read_text() for name in ("api.md", "errors.md")]
+    listed = re.findall(r"^##+ `dd\.(\w+)`$", "".join(pages), re.MULTILINE)
+    assert sorted(listed) == sorted({*dd.__all__} - {"__version__", "elastic"})
+    members = re.findall(r"^##+ `dd\.elastic\.(\w+)`$", pages[0], re.MULTILINE)
     assert sorted(members) == sorted(dd.elastic.__all__)
+
+
+@pytest.mark.parametrize("path", [*FILES, *READMES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_can_be_read_in_the_repository(path: Path) -> None:
+    """Nothing is left for a generator of sites to fill in."""
+    assert ":::" not in path.read_text()
+    assert "{{" not in FENCED.sub("", path.read_text())
+
+
+def test_the_chart_of_steps_has_the_numbers_of_its_table() -> None:
+    page, chart = (PAGES / "benchmarks.md").read_text(), (PAGES / "images/steps.svg").read_text()
+    table = page.partition("| | ResNet-18 ")[2].partition("\n\n")[0]
+    medians = re.findall(r"\| (\d\.\d\d) ", table)
+    assert len(medians) == 15
+    assert sorted(re.findall(r">(\d\.\d\d)</text>", chart)) == sorted(medians), "draw it: docs/pictures.py"
+
+
+PROSE = runpy.run_path(str(ROOT / "docs/prose.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("A rank waits for another one.", ["another one"]),
+        ("| a job | is queued again |", ["requeued"]),
+        (f"- A {'very ' * 34}long item.", ["37 words"]),
+        ("Of these, one is left.", ["does not begin"]),
+        ("An alternative `another one`, of course.", []),
+        ("```text\nanother one\n```", []),
+    ],
+)
+def test_the_linter_of_prose_finds_what_its_list_has(text: str, found: list[str]) -> None:
+    problems = [*PROSE["problems"](text)]
+    assert len(problems) == len(found), problems
+    assert all(words in problem for words, problem in zip(found, problems, strict=True)), problems
 
 
 def test_the_table_of_extras_has_those_of_the_project() -> None:
@@ -199,9 +231,23 @@ def test_the_table_of_extras_has_those_of_the_project() -> None:
     assert {name for cell in listed for name in re.findall(r"\w+", cell)} == extras
 
 
+def test_the_table_of_horovods_variables_has_those_that_horovodrun_sets_and_dualdist_knows() -> None:
+    listed = set(re.findall(r"`(HOROVOD_\w+)`", (PAGES / "from-horovod-2.md").read_text()))
+    code = [*(ROOT / "dualdist").glob("hvd/*.py"), *(ROOT / "dualdist").glob("environments/*.py")]
+    known = {name for path in code for name in re.findall(r'"(HOROVOD_[A-Z_]*[A-Z])"', path.read_text())}
+    assert known - listed == set()
+    if importlib.util.find_spec("horovod") is None:
+        lack("Horovod", "install-horovod", "dualdist")
+    (config,) = importlib.util.find_spec("horovod").submodule_search_locations  # type: ignore[union-attr,misc]
+    text = Path(config, "runner/common/util/config_parser.py").read_text()
+    named = {name for name in re.findall(r"'(HOROVOD_[A-Z_0-9]+)'", text)}
+    assert len(named) > 20
+    assert named - listed == set()
+
+
 @pytest.mark.parametrize("block", find_blocks("yaml"), ids=str)
 def test_a_job_file_of_the_manual_is_valid(block: object) -> None:
-    loads(block.text, str(block), is_script=True)  # type: ignore[attr-defined]
+    loads(block.text, str(block))  # type: ignore[attr-defined]
 
 
 @pytest.mark.full

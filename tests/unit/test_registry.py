@@ -70,7 +70,7 @@ def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pyt
     assert registry.get("sockets").transports == ("tcp",)
     assert "tcp" in registry.transports()
     check_choice("sockets", registry.choices(), "backend", "DUALDIST_BACKEND")
-    assert loads("program: train.py\nbackend: sockets\ntransport: tcp", "job.yaml").backend == "sockets"
+    assert loads("program: train.py\nbackend: sockets\ntransport: tcp", "job.yaml")[0]["backend"] == "sockets"
     assert main(["run", "--dry-run", "-np", "2", "--backend", "sockets", str(PLUGIN / "dualdist_sockets.py")]) == 0
     assert "DUALDIST_BACKEND=sockets" in capsys.readouterr().out
     available = registry.availability({"torch": "2.9.0", "mpi4py": None}, None)
@@ -80,13 +80,11 @@ def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pyt
 
 
 @pytest.mark.usefixtures("plugin")
-@pytest.mark.parametrize("benchmark", ["allreduce", "startup", "scale"])
-def test_a_benchmark_of_raw_libraries_refuses_a_backend_over_another_one(
-    benchmark: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", benchmark, "--backend", "sockets", "--dry-run"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"backend 'sockets': bench {benchmark} compares a backend with the raw library beneath it, one of" in line
+def test_a_benchmark_of_raw_libraries_refuses_a_backend_over_another_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for benchmark in ("allreduce", "startup"):
+        assert main(["bench", benchmark, "--backend", "sockets", "--dry-run"]) == 2
+        words = f"backend 'sockets': bench {benchmark} compares a backend with the raw library beneath it, one of"
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["native", "single", "auto", "mine"])
@@ -120,8 +118,8 @@ def test_two_packages_with_one_backend_name_are_named_by_every_command(
     for package in ("one", "two"):
         install(tmp_path, package, f"rdma = {package}:SPEC")
     env = {**base_env, "PYTHONPATH": f"{tmp_path}:{base_env['PYTHONPATH']}"}
-    for command in ("doctor", "run", "info"):
-        argv = [sys.executable, "-m", "dualdist", command, *(["--dry-run", "-c", "1"] if command == "run" else [])]
+    for words in (["doctor"], ["run", "--dry-run", "-c", "1"], ["info"]):
+        argv = [sys.executable, "-m", "dualdist", *words]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
         assert done.returncode != 0
         assert "Traceback" not in done.stderr

@@ -13,18 +13,21 @@ import pytest
 import torch.distributed as dist
 
 from dualdist.backends.native.store import TcpStore
+from dualdist.environments.env_values import get_main_address
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.rendezvous import store_rendezvous
 from dualdist.rendezvous.address_exchange import FileAddressExchange
-from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig
+from dualdist.rendezvous.meeting import LocationExchange, address_of_rank_0, interface_between_nodes
 from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, assign_locations, make_report, with_location
-from dualdist.rendezvous.store_rendezvous import LocationExchange, _interface, join_store
+from dualdist.rendezvous.records import RendezvousStore, Request
+from dualdist.rendezvous.store_rendezvous import join_store
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import (
     IPV6_INTERFACES,
     LOOPBACK,
     StoreAddress,
+    format_endpoint,
     host_identity,
     interface_towards,
     open_listener,
@@ -87,7 +90,7 @@ def test_rank_0_serves_its_store_until_a_slow_rank_has_read_why_rendezvous_faile
 def join(rank: int, size: int, url: str, timeout_s: float = 60) -> tuple[object, str, list[RankLocation], str | None]:
     topology = Topology(rank, size, rank, size, 0, 1, "override", "X")
     environ = {"DUALDIST_RENDEZVOUS": url}
-    return join_store(SessionConfig(topology, environ, "", "session", timeout_s, RendezvousStore()), "native")
+    return join_store(Request(topology, environ, "", "session", timeout_s, RendezvousStore()), "native")
 
 
 def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
@@ -133,6 +136,13 @@ def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
         join(1, 2, url, timeout_s=1)
 
 
+@pytest.mark.parametrize("given", ["::1", "[::1]"])
+def test_an_address_of_ipv6_may_stand_in_brackets(given: str) -> None:
+    main = get_main_address({"MASTER_ADDR": given, "MASTER_PORT": "29400"})
+    assert main is not None
+    assert (main.address, main.is_loopback, format_endpoint(main.address, main.port)) == ("::1", True, "[::1]:29400")
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(address: str) -> None:
     shared = store(address)
@@ -140,7 +150,8 @@ def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(addr
     listed = Path(IPV6_INTERFACES)
     has_ipv6 = listed.exists() and "lo" in listed.read_text().split()
     expected = "lo" if address == LOOPBACK or has_ipv6 else None
-    assert [_interface(shared, places, rank, "key", Deadline(5)) for rank in (1, 0)] == [expected] * 2
+    reached = {rank: address_of_rank_0(shared, places, rank, "key", Deadline(5)) for rank in (1, 0)}
+    assert [interface_between_nodes(reached[rank], places, rank) for rank in (1, 0)] == [expected] * 2
     assert shared.get("key/reached", 5) == address
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.pages import find_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import dualdist as dd
 from dualdist.data.sampler import EpochShare, Remainder
@@ -228,6 +229,42 @@ def test_a_plain_loader_must_record_and_an_iteration_ends_earlier_ones() -> None
         assert (sample, sampler.position) == (number - 1, number), "single samples"
 
 
+def test_weights_draw_what_torchs_weighted_sampler_draws_and_resume_in_the_middle() -> None:
+    weights = torch.rand(COUNT)
+    sampler = sampler_of(weights=weights)
+    loader = loader_of(sampler)
+    for epoch in range(2):
+        generator = torch.Generator().manual_seed(1 + epoch)
+        drawn = list(WeightedRandomSampler(weights.tolist(), COUNT, generator=generator))
+        assert list(chain(*batches(loader))) == drawn
+    sampler.set_epoch(1)
+    first = [batch.tolist() for _, batch in zip(range(2), loader, strict=False)]
+    resumed = sampler_of(weights=weights.tolist())
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(chain(*first, *batches(loader_of(resumed)))) == drawn
+    for other in (None, weights + 1):
+        with pytest.raises(UsageError, match=r"weights SHA-256 \w{8} in the state, weights .* now"):
+            sampler_of(weights=other).load_state_dict(sampler.state_dict())
+    plain = sampler_of().state_dict()
+    del plain["weights"]  # as of an earlier version
+    sampler_of().load_state_dict(plain)
+
+
+def test_batches_of_a_batch_sampler_are_divided_and_resumed_as_the_manual_shows() -> None:
+    (block,) = (block for block in find_blocks("python") if "BatchSampler" in block.text)
+    manual: dict[str, Any] = {}
+    exec(block.text.partition("dd.init()")[0], manual)
+    texts = [torch.full((length,), float(length)) for length in range(COUNT)]
+    data = manual["Batches"](texts, torch.utils.data.BatchSampler(range(COUNT), 3, drop_last=False))
+    sampler = dd.Sampler(data, remainder="drop", seed=3)
+    whole = list(dd.loader(data, None, sampler=sampler))
+    assert sorted(int(batch.max()) for batch in whole) == [2, 5, 8, 11, 14, 17, 19]
+    assert sorted(map(len, whole)) == [2, *[3] * 6]
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": 4})
+    for batch, right in zip(dd.loader(data, None, sampler=sampler, num_workers=1), whole[4:], strict=True):
+        assert torch.equal(batch, right)
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
@@ -255,6 +292,16 @@ def test_invalid_arguments_are_refused_with_the_valid_ones() -> None:
     for other in (weighted, DistributedSampler(range(3), 1, 0), DataLoader(range(3))):  # type: ignore[arg-type, list-item]
         with pytest.raises(UsageError, match=f"divides a data set, not a {type(other).__name__}, whose choice"):
             dd.Sampler(other, remainder="drop")
+    for weights, words in (
+        ([1.0], r"weights of shape \(1,\): expected one for each of the 20 samples"),
+        ([1.0] * 19 + [-1.0], "weights: expected finite numbers, none below 0"),
+        ([0.0] * 20, "at least one above"),
+        (["a"] * 20, "weights: expected a number for each sample, not a list"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            sampler_of(weights=weights)
+    with pytest.raises(UsageError, match="leave out shuffle=False"):
+        sampler_of(weights=[1.0] * 20, shuffle=False)
     with pytest.raises(UsageError, match=r"shuffle: pass it to dd\.Sampler"):
         loader_of(sampler_of(), shuffle=True)
     with pytest.raises(UsageError, match=r"batch_sampler: .*pass sampler=dd\.Sampler"):

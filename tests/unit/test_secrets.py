@@ -9,10 +9,10 @@ import pytest
 from dualdist.cli import main
 from dualdist.cli.run import shell_line
 from dualdist.launch import env_defaults
-from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import Command, Site
 from dualdist.launch.schedulers import ScriptRequest, job_script
 from dualdist.launch.ssh import remote_python_argv, wrap_in_ssh
+from dualdist.utils.control_channel import CONTROL_VARIABLE
 from dualdist.utils.redaction import HIDDEN, is_secret, make_redactor, redact_command, redact_json, redact_variables
 
 SECRETS = (

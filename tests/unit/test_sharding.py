@@ -73,10 +73,9 @@ def assign(sizes: list[int], size: int, *, cuts: bool = True) -> tuple[list[int 
 
 
 GPT2 = [50257 * 768, 1024 * 768, *[768 * 2304, 768 * 768, *[768 * 3072] * 2, 2304, 3072, *[768] * 6] * 12, 768, 768]
-VGG16 = [25088 * 4096, 4096 * 4096, 4096 * 1000, *[512 * 512 * 9] * 5, 256 * 512 * 9, *[256 * 256 * 9] * 2, 4096, 64]
 
 
-@pytest.mark.parametrize("sizes", [GPT2, VGG16, [5003], [5000, 1, 2, 3], [1000] * 10])
+@pytest.mark.parametrize("sizes", [GPT2, [5003], [5000, 1, 2, 3], [1000] * 10])
 @pytest.mark.parametrize("size", [2, 3, 4, 16])
 def test_no_rank_has_more_than_its_part(sizes: list[int], size: int) -> None:
     _, loads = assign(sizes, size)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dualdist.backends.native.backend import NativeBackend, NativeSettings
 from dualdist.backends.native.store import TcpStore
 from dualdist.backends.shm.host import HostRanks, connect_host, memory_bytes
 from dualdist.backends.shm.segment import open_segment, unavailable_reason
@@ -159,11 +160,33 @@ def use_without(switched_off: int, cores: int, store: TcpStore, place: int, size
         os.sched_setaffinity(0, before)
 
 
+def insist_without(store: TcpStore, place: int, size: int) -> str:
+    """Ask for shared memory alone on ranks of which the first has no extension."""
+    os.environ[extension.VARIABLE] = str(1 - place)
+    extension.load.cache_clear()
+    settings = NativeSettings(insists_on_memory=True)
+    backend = NativeBackend(dict, range(size), place, store.store, settings, TIMEOUT_S, hosts=[0] * size)
+    try:
+        with pytest.raises(BackendUnavailableError) as caught:
+            backend.duplicate("lines")
+        return str(caught.value)
+    finally:
+        backend.close()
+        os.environ.pop(extension.VARIABLE)
+        extension.load.cache_clear()
+
+
 @pytest.mark.parametrize("switched_off", [0, 1])
 def test_a_rank_without_the_extension_makes_all_leave_the_memory(in_processes: InProcesses, switched_off: int) -> None:
     first, second = in_processes(2, partial(use_without, switched_off, 1))
     assert first == second
     assert "C++ extension on every rank" in str(first)
+
+
+def test_ranks_that_ask_for_shared_memory_alone_are_refused_without_the_extension(in_processes: InProcesses) -> None:
+    first, second = in_processes(2, insist_without)
+    assert first == second
+    assert first.startswith("DUALDIST_TRANSPORT=shm: shared memory needs dualdist's C++ extension on every rank")
 
 
 def test_ranks_that_have_a_core_each_may_spin(in_processes: InProcesses) -> None:

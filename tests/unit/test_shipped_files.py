@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
 from harness.base_env import ROOT
 from packaging.requirements import Requirement
@@ -109,6 +110,7 @@ def test_the_version_is_the_newest_of_the_changelog_and_the_cited_one() -> None:
     assert re.findall(r"^## \[(.*?)\]", changelog, re.MULTILINE)[:2] == ["Unreleased", __version__]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == __version__
+    assert cited["authors"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["authors"]
     assert f"## [{__version__}] - {cited['date-released']}" in changelog
 
 
@@ -125,6 +127,9 @@ def test_documents_name_the_versions_that_are_tried(what: str, file: str, patter
     for version in versions:
         assert re.search(rf"\b{re.escape(version)}\b", row)
         assert re.search(rf"\b{re.escape(version)}\b", page)
+    if what == "Python":
+        tried = re.findall(r"\b3\.\d+", row.rpartition("| before")[0])
+        assert sorted({*versions}) == sorted({*tried}), "classifiers are the versions that were tried"
 
 
 def test_the_first_field_of_an_issue_and_of_a_pull_request_is_what_doctor_says() -> None:

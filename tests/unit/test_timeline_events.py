@@ -15,8 +15,8 @@ import pytest
 import torch
 from harness import trace_format
 
-from dualdist.diagnostics.timeline import EventListener, max_error_ns, measure_offsets, offset_between
-from dualdist.diagnostics.trace_format import COMMUNICATION, STEPS, ClockModel, ClockOffset, TraceSpan, rank_events
+from dualdist.trace.timeline import EventListener, max_error_ns, measure_offsets, offset_between
+from dualdist.trace.trace_format import COMMUNICATION, STEPS, ClockModel, ClockOffset, TraceSpan, rank_events
 
 ZERO = ClockOffset(0.0, 0.0, 0)
 

@@ -21,7 +21,7 @@ PACKAGE = Path(dualdist.__file__).parent
 MOVED = f"torch {torch.__version__} has moved this (tried with 2.13 and 2.15): find what took its place, in one file"
 # The full name: the file that uses it, and what for.
 NAMES = {
-    "torch._C._current_graph_task_id": ("ddp/gradient_packer.py", "to tell backwards apart"),
+    "torch._C._current_graph_task_id": ("ddp/packer.py", "to tell backwards apart"),
     "torch._C._functorch.is_functorch_wrapped_tensor": ("collectives/tensor_utils.py", "to refuse those of torch.func"),
     "torch._C._functorch.peek_interpreter_stack": ("collectives/dynamo.py", "to find a transformation of torch.func"),
     "torch._C._DisableFuncTorch": ("collectives/dynamo.py", "to make buffers outside of it"),
@@ -32,8 +32,8 @@ NAMES = {
     "torch._dynamo.eval_frame.skip_code": ("collectives/dynamo.py", "to spare compiling; done without where missing"),
     "torch.autograd.Variable._execution_engine.queue_callback": ("ddp/reducer.py", "to reduce at a backward's end"),
     "torch.autograd.graph._engine_run_backward.__code__": ("ddp/reducer.py", "to see a backward inside of another"),
-    "torch.distributed.Backend._plugins": ("c10d/__init__.py", "to register a backend once"),
-    "torch.distributed.distributed_c10d._get_default_store": ("backends/native/backend.py", "for a program's store"),
+    "torch.distributed.Backend._plugins": ("backends/native/libraries.py", "to create another package's group"),
+    "torch.distributed.distributed_c10d._get_default_store": ("backends/native/startup.py", "for a program's store"),
     "torch.optim.Optimizer.profile_hook_step.__code__": ("collectives/broadcast_state.py", "to see steps"),
     "torch.nn.modules.batchnorm._BatchNorm": ("ddp/sync_batch_norm.py", "to be a batch norm, as torch's own is"),
     "torch.utils.data._utils.worker": ("data/loader.py", "to hide a worker from the data set in it"),
@@ -43,8 +43,8 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[], object]]] = {
     "_optimizer_step_post_hooks": ("ddp/optimizer.py", lambda: torch.optim.SGD([torch.ones(1)])),
     "_optimizer_step_pre_hooks": ("ddp/sharding.py", lambda: torch.optim.SGD([torch.ones(1)])),
     "_allgather_base": ("backends/native/backend.py", lambda: dist.ProcessGroupGloo),
-    "_device_types": ("backends/native/backend.py", lambda: dist.ProcessGroup),
-    "_timeout": ("backends/native/backend.py", lambda: dist.ProcessGroupNCCL.Options()),
+    "_device_types": ("backends/native/startup.py", lambda: dist.ProcessGroup),
+    "_timeout": ("backends/native/libraries.py", lambda: dist.ProcessGroupNCCL.Options()),
     "_worker_info": ("data/loader.py", lambda: torch.utils.data._utils.worker),
     "_orig_mod": ("checkpoint/state.py", lambda: torch.compile(nn.Linear(1, 1))),
     "_load_from_state_dict": ("checkpoint/state.py", lambda: nn.Linear(1, 1)),
@@ -53,7 +53,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[], object]]] = {
     "_state_dict_hooks": ("checkpoint/state.py", lambda: nn.Linear(1, 1)),
     "_load_state_dict_pre_hooks": ("checkpoint/state.py", lambda: nn.Linear(1, 1)),
     "_load_state_dict_post_hooks": ("checkpoint/state.py", lambda: nn.Linear(1, 1)),
-    "_values": ("ddp/step_checks.py", lambda: torch.ones(1)),
+    "_values": ("ddp/nonfinite.py", lambda: torch.ones(1)),
     "_nnz": ("collectives/reductions.py", lambda: torch.ones(1)),
 }
 

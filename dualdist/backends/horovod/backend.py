@@ -39,7 +39,7 @@ from dualdist.errors import (
 )
 from dualdist.horovod_build.record import read_record
 from dualdist.topology import RankLocation, Topology
-from dualdist.utils import network_interfaces
+from dualdist.utils import accelerator, network_interfaces
 from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
 from dualdist.utils.horovod_names import real_horovod
 from dualdist.utils.network_interfaces import StoreAddress
@@ -49,10 +49,10 @@ Controller = Literal["gloo", "mpi"]
 Variables = dict[str, "str | None"]  # None: unset
 INSTALL = "dualdist install-horovod"
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-SETS_PATCHED = "process_set.cc"  # a patch that install-horovod records
+SETS_PATCHED = "process_set.cc"  # the file of the patch that install-horovod records
 # Horovod reduces no integers below 32 bits and no bfloat16.
 REDUCE_DTYPES = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
-POLL_S = 0.0001  # between polls of a handle; Horovod's own wait polls once a millisecond
+POLL_S = 0.0001  # the pause between two polls of a handle; Horovod's own wait polls once a millisecond
 SHUT_DOWN = "Horovod was shut down before all ranks were ready"  # which drops all handles
 CALL_S = 1.0  # timeout of a connection to this process's own server
 
@@ -159,7 +159,7 @@ class HorovodOperation(Operation[torch.Tensor]):
             result = self._hvd.synchronize(self._handle)
         except RuntimeError as error:
             raise translate_error(error) from error
-        self.result = result[0] if isinstance(result, tuple) else result  # of an alltoall with splits
+        self.result = result[0] if isinstance(result, tuple) else result  # an alltoall returns a pair
         self._state = "ended"
         return True
 
@@ -233,6 +233,7 @@ class HorovodBackend(Backend):
         key: str,
     ) -> None:
         self.transport = transport
+        self.devices = frozenset(("cpu", accelerator.CUDA)) if transport == "nccl" else frozenset(("cpu",))
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(int(hvd.rank())) if int(hvd.rank()) in self.ranks else -1
         self.size = len(self.ranks)
@@ -352,7 +353,7 @@ def start_on_gloo(context: InitContext) -> HorovodBackend:
     settings = engine_variables("gloo", context.timeout_s)
     settings |= {f"HOROVOD_{field.upper()}": str(value) for field, value in slots[topology.rank].items()}
     settings[ELASTIC] = None  # or the engine would ask this server for its slot, which it has
-    server = ExitStack()  # of rank 0, which closing it stops
+    server = ExitStack()  # runs on rank 0; closing the stack stops it
     if context.store is None:
         settings[STORE_ADDRESS] = None  # unset: a Horovod of one rank
     else:
@@ -383,7 +384,7 @@ def _over_all(
     engine_environment: Callable[[], AbstractContextManager[None]],
 ) -> HorovodBackend:
     """Return the backend of all ranks over a running engine."""
-    transport = "nccl" if context.device.type == "cuda" and hvd.nccl_built() else controller
+    transport = "nccl" if context.device.type == accelerator.CUDA and hvd.nccl_built() else controller
     sets = ProcessSets(hvd, engine_environment)
     return HorovodBackend(hvd, transport, range(int(hvd.size())), sets, context.timeout_s, leave, context.key)
 
@@ -398,6 +399,7 @@ def _serve_or_find(
         port = _serve(slots, server)
         published = StoreAddress.of(host, port, one_node=one_node)
         store.set(key, published.dumps())
+        _require_ipv4(published, one_node=one_node)
         return (published.addresses or (network_interfaces.LOOPBACK,))[0], port
     try:
         published = StoreAddress.loads(store.get(key, deadline.left_s()))
@@ -406,7 +408,16 @@ def _serve_or_find(
             f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
             "see what rank 0 printed last"
         ) from error
+    _require_ipv4(published, one_node=one_node)
     return published.reachable_address(host, deadline), published.port
+
+
+def _require_ipv4(published: StoreAddress, *, one_node: bool) -> None:
+    if not one_node and published.addresses and all(":" in address for address in published.addresses):
+        raise BackendUnavailableError(
+            f"Horovod's rendezvous needs IPv4, and the host of rank 0 has {' and '.join(published.addresses)} alone: "
+            "choose the backend native"
+        )
 
 
 @real_horovod()

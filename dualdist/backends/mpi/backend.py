@@ -26,7 +26,7 @@ from dualdist.backends.arithmetic import ReduceOp
 from dualdist.backends.base import ALL_DTYPES, Backend, InitContext, filled, gathered
 from dualdist.backends.mpi import world as mpi_world
 from dualdist.backends.mpi.work import DATATYPES, MpiBlockingCall, MpiCalls, MpiRequest, Running
-from dualdist.backends.operation import Completed, Converted, Operation
+from dualdist.backends.operation import Completed, Operation
 from dualdist.backends.wait_budget import wait_budget_s
 from dualdist.errors import (
     CLOSED,
@@ -35,14 +35,15 @@ from dualdist.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from dualdist.utils import accelerator
 from dualdist.utils.deadline import call_within
 
 T = TypeVar("T")
 
 # The thread reduces tensors of at least this size: Note [two ways to reduce].
 LARGE_BYTES = 128 << 10
-ABANDON_S = 0.01  # by which the thread has seen that its call was abandoned, unless it is in MPI
-# Elements or bytes of one call: MPI before version 4 counts in 32 bits.
+ABANDON_S = 0.01  # in this time the thread notices that its call was abandoned, unless it is inside MPI
+# The most elements or bytes of one call: MPI before version 4 counts in 32 bits.
 MAX_COUNT = (1 << 31) - 1
 
 
@@ -70,6 +71,7 @@ class MpiBackend(Backend):
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
         self.supported_reduce_dtypes = frozenset(DATATYPES) if self.size > 1 else ALL_DTYPES
+        self.devices = frozenset(("cpu",)) if mpi is None else mpi.devices
         self.is_open = True
         self.wait_budget_s = wait_budget_s
         self._comms = comms
@@ -92,7 +94,7 @@ class MpiBackend(Backend):
                 for piece in pieces:
                     blocking.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), reduction)
 
-            if mpi.is_concurrent and (given.nbytes >= LARGE_BYTES or given.is_cuda):
+            if mpi.is_concurrent and (given.nbytes >= LARGE_BYTES or given.device.type != "cpu"):
                 return self._call_in_thread(reduce, given)
             return self._start_requests(
                 lambda: [nonblocking.Iallreduce(mpi.api.IN_PLACE, mpi.elements(piece), reduction) for piece in pieces],
@@ -103,9 +105,7 @@ class MpiBackend(Backend):
         return self._start(filled(buffer, source), start, in_place=True)
 
     def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
-        target = None if tensor.is_cuda else output
-        work = self._start(tensor, lambda given: self._allgather(given, target))
-        return work if output is None else Converted(work, output.copy_)
+        return self._start(tensor, lambda given: self._allgather(given, output), output=output)
 
     def _allgather(self, tensor: torch.Tensor, output: torch.Tensor | None) -> Operation[torch.Tensor]:
         mpi, comm = self.mpi, self._comms[0]
@@ -168,14 +168,14 @@ class MpiBackend(Backend):
 
     def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> MpiRequest:
         """See PointToPoint; alltoall has tag 0."""
-        if buffer.is_cuda or not 0 < buffer.nbytes <= MAX_COUNT:
+        if buffer.device.type != "cpu" or not 0 < buffer.nbytes <= MAX_COUNT:
             raise UnsupportedError(f"MPI receives 1 to {MAX_COUNT} bytes into host memory, not {buffer.nbytes}")
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         mpi, comm = self.mpi, self._comms[0]
         with mpi.calls():
             request = comm.Irecv(mpi.bytes(buffer), mpi.api.ANY_SOURCE if source is None else source, tag + 1)
-            return MpiRequest(mpi, self._running, [request], buffer, buffer).keep_source()
+            return MpiRequest(mpi, self._running, [request], buffer, buffer, mpi.api.Status())
 
     def duplicate(self, key: str) -> MpiBackend:
         return self._child(self.ranks, self.rank, lambda comm: comm.Dup())
@@ -266,22 +266,20 @@ class MpiBackend(Backend):
         *,
         in_place: bool = False,
         same_count: bool = True,
+        output: torch.Tensor | None = None,
     ) -> Operation[torch.Tensor]:
-        """Return start() of a tensor that MPI can access; an operation without data on any rank is complete at once."""
+        """Return start(), once the tensor has its values; an operation without data on any rank is complete at once."""
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         if self.size == 1 or (same_count and tensor.numel() == 0):
-            return Completed(tensor if in_place else torch.cat([tensor] * self.size))
-        if not tensor.is_cuda:
-            return start(tensor)
-        if self.mpi.takes_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
-            return start(tensor)
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        return Converted(
-            start(copy),
-            lambda result: (tensor if in_place else tensor.new_empty(result.shape)).copy_(result, non_blocking=True),
-        )
+            if in_place:
+                return Completed(tensor)
+            every = torch.cat([tensor] * self.size)
+            return Completed(every if output is None else output.copy_(every))
+        stream = accelerator.current_stream(tensor.device)
+        if stream is not None:  # MPI knows no streams
+            stream.synchronize()
+        return start(tensor)
 
     def _start_requests(
         self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from dualdist.backends.base import Receive
 from dualdist.backends.operation import Operation
 from dualdist.backends.wait_budget import BYTES_PER_S
 from dualdist.errors import CollectiveError, DualdistError, RankLostError, UnsupportedError
+from dualdist.utils import accelerator
 from dualdist.utils.deadline import Deadline
 
 # MPI's names of the dtypes that every MPI reduces, by every operation.
@@ -31,7 +31,7 @@ DATATYPES = {
     torch.int64: "INT64_T",
     torch.uint64: "UINT64_T",
 }
-# Operations until MPI no longer uses their memory, even if their caller gave up.
+# The operations whose memory MPI still uses, even if their caller gave up.
 Running = set[Operation[torch.Tensor]]
 OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 # A rank waits by polling, then by yielding its core between polls, then by sleeping, for a share of the time
@@ -39,8 +39,7 @@ OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 POLLS = 20
 BUSY_S = 0.005
 PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.001
-PAUSE_SHARE = 0.02  # of the time waited, which a pause adds to it at most
-CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
+PAUSE_SHARE = 0.02  # a pause adds at most this share to the time waited
 
 
 def pause(waited_s: float, busy_s: float) -> None:
@@ -61,7 +60,9 @@ class MpiCalls:
     def __init__(self, api: Any) -> None:
         self.api = api
         self.is_concurrent = api.Query_thread() == api.THREAD_MULTIPLE
-        self.takes_cuda = self.is_concurrent and torch.cuda.is_available() and takes_cuda(api.__file__)
+        kind = accelerator.kind() if self.is_concurrent else None
+        takes_addresses = kind is not None and accelerator.mpi_takes_addresses(api.__file__)
+        self.devices = frozenset(("cpu", str(kind))) if takes_addresses else frozenset(("cpu",))
         self.datatypes = {dtype: getattr(api, name) for dtype, name in DATATYPES.items()}
         self.ops = {op: getattr(api, name) for op, name in OPS.items()}
         self.lock = contextlib.nullcontext() if self.is_concurrent else threading.RLock()
@@ -117,15 +118,21 @@ class MpiRequest(Receive):
     """An operation of one or more nonblocking MPI requests."""
 
     def __init__(
-        self, mpi: MpiCalls, running: Running, requests: list[Any], result: torch.Tensor, given: torch.Tensor
+        self,
+        mpi: MpiCalls,
+        running: Running,
+        requests: list[Any],
+        result: torch.Tensor,
+        given: torch.Tensor,
+        status: Any = None,
     ) -> None:
         self.result = result
         self._mpi = mpi
         self._running = running
         self._requests = requests
-        self._busy_s = BUSY_S + (result.nbytes + given.nbytes) / BYTES_PER_S  # of polling, before it sleeps
+        self._busy_s = BUSY_S + (result.nbytes + given.nbytes) / BYTES_PER_S  # how long it polls before it sleeps
         self._given = given  # MPI reads its memory
-        self._status: Any = None
+        self._status = status  # of a receive, for source()
         running.add(self)
 
     def _has_ended(self) -> bool:
@@ -164,11 +171,6 @@ class MpiRequest(Receive):
             pause(time.monotonic() - began, self._busy_s)
         return True
 
-    def keep_source(self) -> MpiRequest:
-        """Record which rank sends, for source()."""
-        self._status = self._mpi.api.Status()
-        return self
-
     def source(self) -> int:
         return int(self._status.Get_source())
 
@@ -188,9 +190,9 @@ class MpiBlockingCall(Operation[torch.Tensor]):
     def run(self) -> None:
         """Run the call, in the backend's thread."""
         try:
-            with torch.cuda.device_of(self.result):
+            with accelerator.use(self.result.device):
                 self._call()
-        except AbandonedError as error:  # still running, for MPI
+        except AbandonedError as error:  # MPI still runs it
             self._error = self._mpi.translate_error(error)
             self._has_ended.set()
             return
@@ -206,15 +208,3 @@ class MpiBlockingCall(Operation[torch.Tensor]):
         if self._error is not None:
             raise self._error
         return True
-
-
-def takes_cuda(library: str) -> bool:
-    """Return True if the MPI that `library` is linked to accepts addresses of GPU memory."""
-    symbols = ctypes.CDLL(library)
-    if hasattr(symbols, "MPIX_Query_cuda_support"):  # Open MPI, and MPICH since version 4
-        return bool(symbols.MPIX_Query_cuda_support())
-    if hasattr(symbols, "MPIX_GPU_query_support"):
-        answer = ctypes.c_int(0)
-        failed = symbols.MPIX_GPU_query_support(CUDA, ctypes.byref(answer))
-        return not failed and bool(answer.value)
-    return False

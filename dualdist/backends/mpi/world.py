@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # Open MPI without its own mpirun is a job of one rank, which aborts if a relocated installation does not find the
 # daemon. With this it starts, and the session detects the wrong size under another MPI's mpirun.
 SINGLETON_VARIABLES = {"OMPI_MCA_ess_singleton_isolated": "1"}
-# For one broadcast: with its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
+# Set for the one broadcast of the rendezvous: with its OFI transport for one-sided operations, Open MPI 4.1.8 takes a
+# second to finish.
 BROADCAST_VARIABLES = {"OMPI_MCA_btl": "^ofi", **SINGLETON_VARIABLES}
 # In /proc/self/maps "(deleted)" follows if the name is removed.
 MPICH_MEMORY = re.compile(r"/dev/shm/mpich_shm_\w+$", re.MULTILINE)

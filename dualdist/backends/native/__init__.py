@@ -1,4 +1,4 @@
-"""Backend over torch.distributed: Gloo, NCCL, and shared memory between the ranks of a host."""
+"""Backend over torch.distributed: Gloo, shared memory between the ranks of a host, and accelerators' libraries."""
 
 from __future__ import annotations
 
@@ -10,34 +10,21 @@ from dualdist.backends.registry import NATIVE, BackendSpec
 if TYPE_CHECKING:
     from dualdist.backends.base import AdoptedGroup, Backend, InitContext
 
-# Shared memory that operations, gradients and a few groups need, per rank of the host.
-SHM_BYTES_PER_RANK = 4 << 20
-# Gloo connects every pair of ranks several times: for torch, for operations, for gradients, and for a group.
-GLOO_MESHES = 4
-SPARE_FILES = 512
-
 
 def start(context: InitContext) -> Backend:
-    from dualdist.backends.native import backend
+    from dualdist.backends.native import startup
 
-    return backend.start(context)
+    return startup.start(context)
 
 
 def adopt(context: InitContext) -> AdoptedGroup | None:
-    """Use torch.distributed's default group, if the program has set one up; see backend.adopt."""
+    """Use torch.distributed's default group, if the program has set one up; see startup.adopt."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return None  # without importing this backend's modules, which most programs do not need here
-    from dualdist.backends.native import backend
+    from dualdist.backends.native import startup
 
-    return backend.adopt(context)
-
-
-def needed_open_files(size: int) -> int:
-    """Return how many files a rank may have open at once in a job of `size` ranks."""
-    return GLOO_MESHES * size + SPARE_FILES
+    return startup.adopt(context)
 
 
-SPEC = BackendSpec(
-    NATIVE, start, adopt=adopt, transports=("shm", "gloo", "nccl"), library="torch.distributed", uses_nccl_on_gpus=True
-)
+SPEC = BackendSpec(NATIVE, start, adopt=adopt, transports=("shm", "gloo", "nccl"), library="torch.distributed")

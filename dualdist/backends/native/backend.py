@@ -1,12 +1,13 @@
-"""Backend over torch.distributed: NCCL for CUDA tensors, Gloo and shared memory for CPU tensors.
+"""Backend over torch.distributed: Gloo and shared memory for CPU tensors, NCCL and the like for those of accelerators.
 
 Gloo connects every pair of ranks. If all ranks share a host, that happens only when shared memory cannot carry an
 operation: an alltoall, or where /dev/shm is full.
 
-Note [several hosts]: a link between hosts carries each byte of an allreduce once per direction. The ranks of a host add
-up a block of the tensor in shared memory, each one slice of it; the ranks of equal index reduce their slice over the
-network; and the host shares the slices. Blocks follow each other through these three stages, so that the network is
-busy while the host adds and copies. Where hosts have different numbers of ranks, the first rank of each carries all.
+Note [one order on a device]: a device's collective library waits on the device, and if two of its operations begin in
+different order on two ranks, both may wait for ever; with communicators of their own, too, once the device is full
+(NCCL's user guide, "Using multiple NCCL communicators concurrently"). So collectives and gradients of all ranks use one
+communicator, and the program begins them itself, in its own order (Backend.in_program_order); no thread begins one. A
+request says how many buckets of gradients went before it, and ranks that differ are refused.
 """
 
 from __future__ import annotations
@@ -14,35 +15,33 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import errno
-import os
-import resource
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions  # private to torch: tests/unit/test_torch_private_names.py
 
 from dualdist.backends.arithmetic import ReduceOp
-from dualdist.backends.base import (
-    AdoptedGroup,
-    Backend,
-    InitContext,
-    Receive,
-    filled,
-    gathered,
-    peer_error,
-    timeout_error,
+from dualdist.backends.base import Backend, filled, gathered, timeout_error
+from dualdist.backends.native.device_watch import DeviceWatch
+from dualdist.backends.native.host_slices import HostSlices
+from dualdist.backends.native.libraries import ProcessGroup, create_group, library_of_group
+from dualdist.backends.native.limits import SHM_BYTES_PER_RANK
+from dualdist.backends.native.operations import (
+    NativeOperation,
+    NativePeerOperation,
+    finish,
+    translate_error,
+    unlimited,
 )
-from dualdist.backends.native import SHM_BYTES_PER_RANK, needed_open_files
-from dualdist.backends.native.store import TcpStore, first_line
-from dualdist.backends.operation import Operation, Staged, Stages
-from dualdist.backends.shm.host import CACHE_LINE_BYTES, HostRanks, connect_host, slot_bytes
+from dualdist.backends.native.store import TcpStore
+from dualdist.backends.operation import Operation, Staged
+from dualdist.backends.shm.host import HostRanks, connect_host, slot_bytes
 from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
@@ -51,15 +50,10 @@ from dualdist.errors import (
     NotInitializedError,
     RankLostError,
     RendezvousError,
-    TopologyError,
-    UnsupportedError,
 )
-from dualdist.topology import RankLocation, Topology
+from dualdist.utils import accelerator
 from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
-from dualdist.utils.variables import temporary_variables
 
-ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL
-Options = TypeVar("Options")
 T = TypeVar("T")
 
 OPS = {
@@ -70,107 +64,32 @@ OPS = {
 }
 # Reduced by both Gloo and NCCL, by every operation.
 REDUCE_DTYPES = frozenset(
-    (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    )
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
+TRANSPORT = "DUALDIST_TRANSPORT"
 USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-# Operations wait for as long as whoever advances them: Gloo closes all connections at the end of its own time limit.
-UNLIMITED = timedelta(days=7)
-CONNECT_GRACE_S = 0.3  # in which the error of what connects, which says more, may come
+OTHER_HOST = "the ranks of another host cannot share memory; see what they printed"
+# The library's own watchdog, which ends the process, comes so much later than ours.
+LIBRARY_GRACE = timedelta(seconds=60)
+CONNECT_GRACE_S = 0.3  # after the time limit; the error of the library that connects says more than ours
 ABANDON_S, ABANDON_TAG = 0.001, 1 << 20
 # Between hosts, smaller tensors go straight over the network.
 SMALL_BYTES = 1 << 14
-# Of a block, for each slice, and how many blocks are on the network at a time: Note [several hosts].
-SLICE_BYTES = 1 << 20
-BLOCKS_UNDER_WAY = 2
 
 
-class NativeOperation(Operation[torch.Tensor]):
-    """An asynchronous operation of torch.distributed.
+@dataclass
+class NativeSettings:
+    """The same for all backends of a session; `network` sets the variables of torch's network interface in a block.
 
-    On an accelerator it has ended once it is in its stream's queue: who takes the result makes the current stream wait.
+    `library` moves tensors of the device type `kind`; both are "" if there is none. `insists_on_memory`: the program
+    asked for shared memory; `problem` says why the ranks of this host have none.
     """
 
-    def __init__(self, work: dist.Work, result: torch.Tensor) -> None:
-        self._work = work
-        self._result = result
-        self._has_ended = self._is_on_device = result.device.type != "cpu"
-
-    @property
-    def result(self) -> torch.Tensor:  # type: ignore[override]
-        if self._is_on_device:
-            self._work.wait()
-        return self._result
-
-    def advance(self, wait_s: float) -> bool:
-        if self._has_ended:
-            return True
-        if wait_s <= 0 and not self._work.is_completed():
-            return False
-        try:
-            self._work.wait(timedelta(seconds=max(wait_s, 0.001)))
-        except RuntimeError:
-            if not self._work.is_completed():
-                return False
-            self._finish()
-        self._has_ended = True
-        return True
-
-    def _finish(self) -> None:
-        """Raise the error of an operation that has ended, if it has one."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise translate_error(error) from error
-
-
-class NativePeerOperation(Receive):
-    """A send or a receive. Gloo closes all connections if it does not end within `wait_s`."""
-
-    def __init__(self, work: dist.Work, result: torch.Tensor) -> None:
-        self._work = work
-        self.result = result
-
-    def advance(self, wait_s: float) -> bool:
-        if wait_s <= 0:
-            return bool(self._work.is_completed())
-        try:
-            self._work.wait(timedelta(seconds=wait_s))
-        except RuntimeError as error:
-            raise translate_error(error) from error
-        return True
-
-    def source(self) -> int:
-        return self._work._source_rank()
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block whose slices are on the network: Note [several hosts]."""
-
-    values: torch.Tensor
-    starts: Sequence[int]
-    on_network: Operation[torch.Tensor] | None  # of this rank's slice, if it has one
-
-
-@dataclass(frozen=True)
-class NativeSettings:
-    """The same for all backends of a session; `network` sets the variables of torch's network interface in a block."""
-
     network: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    on_gpu: bool = False
-    printed: set[str] = field(default_factory=set)  # messages
+    kind: str = ""
+    library: str = ""
+    insists_on_memory: bool = False
+    problem: str = ""
 
 
 class NativeBackend(Backend):
@@ -196,7 +115,9 @@ class NativeBackend(Backend):
         owned: bool = True,
         hosts: Sequence[int] = (),
     ) -> None:
-        self.transport = "nccl" if settings.on_gpu else "gloo"
+        self.transport = settings.library or "gloo"
+        self.devices = frozenset(("cpu", settings.kind)) if settings.library else frozenset(("cpu",))
+        self.in_program_order = bool(settings.library)
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
@@ -210,44 +131,26 @@ class NativeBackend(Backend):
         self._settings = settings
         self._owned = owned
         self._host: HostRanks | None = None
-        self._is_only_host = False
-        self._slices = 0  # of a block: Note [several hosts]
-        self._peers: NativeBackend | None = None  # the ranks that carry the same slice on the other hosts
+        self._between: HostSlices | None = None  # None unless there are ranks on other hosts
         self._children: list[NativeBackend] = []
         self._parent: NativeBackend | None = None  # until close()
+        self._watch = DeviceWatch(timeout_s, self._tell_late)
 
     def allreduce_(
         self, buffer: torch.Tensor, op: ReduceOp, name: str, source: torch.Tensor | None = None
     ) -> Operation[torch.Tensor]:
-        host = self._host if self._is_only_host else None
-        if host is not None and buffer.device.type == "cpu":
+        host = self._host_for(buffer)
+        if host is not None:
             return host.allreduce_(buffer, op, source)
         filled(buffer, source)
-        if self._host is not None and buffer.device.type == "cpu" and buffer.nbytes > SMALL_BYTES:
-            return Staged(self._reduce_between_hosts(self._host, buffer.view(-1), op, name))
-        return self._allreduce_by_group_(buffer, op)
+        if self._between is not None and buffer.device.type == "cpu" and buffer.nbytes > SMALL_BYTES:
+            return Staged(self._between.allreduce_(buffer.view(-1), op, name))
+        return self._allreduce_by_group_(buffer, op, name)
 
-    def _allreduce_by_group_(self, buffer: torch.Tensor, op: ReduceOp) -> NativeOperation:
+    def _allreduce_by_group_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeOperation:
         options = unlimited(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(OPS[op])
-        return self._start(buffer, lambda: self._group_for(buffer).allreduce([buffer], options))
-
-    def _reduce_between_hosts(
-        self, host: HostRanks, flat: torch.Tensor, op: ReduceOp, name: str
-    ) -> Stages[torch.Tensor]:
-        """Reduce block after block: Note [several hosts]."""
-        under_way: deque[Block] = deque()
-        for block in flat.split(self._slices * SLICE_BYTES // flat.element_size()):
-            starts = slice_starts(block.nbytes, self._slices, host.size)
-            yield host.reduce_scatter_(block, starts, op)
-            own = block.view(torch.uint8)[starts[host.index] : starts[host.index + 1]].view(block.dtype)
-            on_network = self._peers.allreduce_(own, op, name) if self._peers is not None and len(own) else None
-            under_way.append(Block(block, starts, on_network))
-            if len(under_way) > BLOCKS_UNDER_WAY:
-                yield from share_block(host, under_way.popleft())
-        while under_way:
-            yield from share_block(host, under_way.popleft())
-        return flat
+        return self._start(buffer, name, lambda: self._group_for(buffer).allreduce([buffer], options))
 
     def allgather(self, tensor: torch.Tensor, name: str, output: torch.Tensor | None = None) -> Operation[torch.Tensor]:
         host = self._host_for(tensor)
@@ -255,7 +158,7 @@ class NativeBackend(Backend):
             return host.allgather(tensor, output)
         output = gathered(tensor, self.size, output)
         options = unlimited(AllgatherOptions())
-        return self._start(output, lambda: self._group_for(tensor)._allgather_base(output, tensor, options))
+        return self._start(output, name, lambda: self._group_for(tensor)._allgather_base(output, tensor, options))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Operation[torch.Tensor]:
         host = self._host_for(buffer)
@@ -264,7 +167,7 @@ class NativeBackend(Backend):
         options = unlimited(dist.BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
-        return self._start(buffer, lambda: self._group_for(buffer).broadcast([buffer], options))
+        return self._start(buffer, name, lambda: self._group_for(buffer).broadcast([buffer], options))
 
     def alltoall(
         self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str
@@ -272,12 +175,14 @@ class NativeBackend(Backend):
         output = tensor.new_empty(sum(received))
         options = unlimited(dist.AllToAllOptions())
         return self._start(
-            output, lambda: self._group_for(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
+            output,
+            name,
+            lambda: self._group_for(tensor).alltoall_base(output, tensor, list(received), list(sent), options),
         )
 
     def _host_for(self, tensor: torch.Tensor) -> HostRanks | None:
         """Return the ranks of this host, if they are all ranks, and the tensor is in their memory."""
-        return self._host if self._is_only_host and tensor.device.type == "cpu" else None
+        return self._host if self._between is None and tensor.device.type == "cpu" else None
 
     def connect_peers(self) -> None:
         self._groups()
@@ -287,14 +192,11 @@ class NativeBackend(Backend):
 
     def receive_(self, buffer: torch.Tensor, source: int | None, tag: int) -> NativePeerOperation:
         group = self._group_for(buffer)
-
-        def receive() -> dist.Work:
-            work: dist.Work = (
-                group.recv_anysource([buffer], tag) if source is None else group.recv([buffer], source, tag)
-            )
-            return work
-
-        return NativePeerOperation(self._begin(receive), buffer)
+        if source is None:
+            work = self._begin(lambda: group.recv_anysource([buffer], tag))
+        else:
+            work = self._begin(lambda: group.recv([buffer], source, tag))
+        return NativePeerOperation(work, buffer)
 
     def duplicate(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, self.hosts)
@@ -311,39 +213,56 @@ class NativeBackend(Backend):
         return () if self._host is None else self._host.lost_ranks()
 
     def abandon(self) -> None:
-        """Leave the host's memory, and let Gloo close its connections: it does at a receive that comes too late."""
-        for backend in (self, self._peers):
-            if backend is None or not backend._owned:
-                continue
-            if backend._host is not None:
-                backend._host.close()
-            gloo = (backend._connected or {}).get("cpu")
-            if gloo is None or gloo is dist.group.WORLD:
-                continue
-            # Its end would wait for operations that the other ranks never finish: it stays until the process ends.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
-            # Of a rank that has gone a receive fails at once, and closes nothing else.
-            for other in range(backend.size):
-                if other != backend.rank:
-                    with contextlib.suppress(RuntimeError):
-                        gloo.recv([torch.empty(1, device="cpu")], other, ABANDON_TAG).wait(timedelta(seconds=ABANDON_S))
+        """Leave the host's memory, and let Gloo close its connections: it does at a receive that comes too late.
+
+        What a device's library has begun is aborted, so that the device, and a program that waits for it, go on.
+        """
+        if self._between is not None and self._between.peers is not None:
+            self._between.peers.abandon()
+        if not self._owned:
+            return
+        if self._host is not None:
+            self._host.close()
+        self._abort_library()
+        gloo = (self._connected or {}).get("cpu")
+        if gloo is None or gloo is dist.group.WORLD:
+            return
+        # Gloo's destructor would wait for operations that the other ranks never finish, so it never runs.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+        # A receive from a rank that has gone fails at once, and closes nothing else.
+        for other in range(self.size):
+            if other != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    gloo.recv([torch.empty(1, device="cpu")], other, ABANDON_TAG).wait(timedelta(seconds=ABANDON_S))
+
+    def _abort_library(self) -> None:
+        """End what the device's library has begun, if the library can."""
+        on_device = (self._connected or {}).get(self._settings.kind) if self._settings.library else None
+        if on_device is not None:
+            library_of_group(on_device, self._settings.kind).abort()
+
+    def _tell_late(self, error: CollectiveError, name: str) -> None:
+        if self.on_late is not None:
+            self.on_late(error, name)
 
     def built_with(self) -> dict[str, int]:
         return built_with()
 
     def close(self) -> None:
         self.is_open = False
+        self._watch.close()
         atexit.unregister(self.at_exit)
         for child in list(self._children):
             child.close()
         parent, self._parent = self._parent, None
         if parent is not None:
             parent._children.remove(self)
-        host, self._host = self._host, None  # its memory is freed, though others may hold this
-        self.messenger = None
+        host, self._host = self._host, None  # frees its memory even if others hold this object
+        self._between = self.messenger = None
         if host is not None:
             host.close()
-        groups = (self._connected or {}).values()
+        shared = () if parent is None else (parent._connected or {}).values()
+        groups = [group for group in (self._connected or {}).values() if group not in shared]
         self._connected = {}
         if not self._owned:
             return
@@ -358,11 +277,14 @@ class NativeBackend(Backend):
         """Close before the interpreter ends, or Gloo's threads abort the process (pytorch pull request 179291)."""
         stop_at_exit(self.close)
 
-    def _child(self, ranks: Sequence[int], key: str, hosts: Sequence[int] = ()) -> NativeBackend:
+    def _child(
+        self, ranks: Sequence[int], key: str, hosts: Sequence[int] = (), *, on_device: bool = True
+    ) -> NativeBackend:
         """Return a backend with new connections between the ranks, which meet in the store under `key`."""
         deadline = Deadline(self.timeout_s)
         try:
-            return self._within_limit(lambda: self._connect_child(ranks, key, hosts))
+            settings = self._settings if on_device else replace(self._settings, kind="", library="")
+            return self._within_limit(lambda: self._connect_child(ranks, key, hosts, settings))
         except RendezvousError as error:
             raise (CollectiveTimeoutError if deadline.passed() else RankLostError)(f"{error}") from error
 
@@ -370,18 +292,25 @@ class NativeBackend(Backend):
         """Return connect(), which a store of a stopped rank would block for ever."""
         return call_within(self.timeout_s + CONNECT_GRACE_S, connect, lambda: timeout_error(self.timeout_s))
 
-    def _connect_child(self, ranks: Sequence[int], key: str, hosts: Sequence[int]) -> NativeBackend:
+    def _connect_child(
+        self, ranks: Sequence[int], key: str, hosts: Sequence[int], settings: NativeSettings
+    ) -> NativeBackend:
         rank = list(ranks).index(self.ranks[self.rank])
         store = dist.PrefixStore(key, self._store)
+        is_duplicate = tuple(ranks) == self.ranks  # Note [one order on a device]
 
         def connect() -> dict[str, ProcessGroup]:
-            return self._process_groups(store, rank, len(ranks))
+            on_device = self._groups().get(self._settings.kind) if is_duplicate and self._owned else None
+            return child._process_groups(store, rank, len(ranks), on_device)
 
-        child = NativeBackend(connect, ranks, rank, store, self._settings, self.timeout_s, hosts=hosts)
+        child = NativeBackend(connect, ranks, rank, store, settings, self.timeout_s, hosts=hosts)
         child._parent = self
         self._children.append(child)
         child._share_memory()
-        if not child._is_only_host or self._settings.on_gpu:
+        if is_duplicate and hosts and child._host is None and settings.insists_on_memory and settings.problem:
+            # Before the ranks connect otherwise: one that raises would break the connections of those that still do.
+            raise BackendUnavailableError(f"{TRANSPORT}=shm: {settings.problem}")
+        if child._host is None or child._between is not None or settings.library:
             child._groups()
         return child
 
@@ -389,57 +318,59 @@ class NativeBackend(Backend):
         """Share memory between the ranks of this host if every host can: Note [several hosts]."""
         if not self.hosts:
             return
-        members: dict[int, list[int]] = {}
+        by_host: dict[int, list[int]] = {}
         for rank in self.ranks:
-            members.setdefault(self.hosts[rank], []).append(rank)
-        own_rank = self.ranks[self.rank]
-        host_ranks = members[self.hosts[own_rank]]
-        is_only_host, index = len(members) == 1, host_ranks.index(own_rank)
-        if len(members) == self.size:
+            by_host.setdefault(self.hosts[rank], []).append(rank)
+        if len(by_host) == self.size:
             return
-        size, deadline = len(host_ranks), Deadline(self.timeout_s)
-        store = TcpStore(self._store, "", "the job's store")
-        host, key = None, f"host/{host_ranks[0]}"
-        try:
-            host = connect_host(
-                store, key, host_ranks, index, slot_bytes(size), deadline, room=size * SHM_BYTES_PER_RANK
-            )
-        except BackendUnavailableError as error:
-            if index == 0 and USES_GLOO not in self._settings.printed:
-                print(f"{USES_GLOO}: {error}", file=sys.stderr)
-            self._settings.printed.add(USES_GLOO)
-        if not is_only_host:
+        host = self._connect_host(by_host[self.hosts[self.ranks[self.rank]]])
+        if len(by_host) > 1:
             fails = torch.tensor([host is None], dtype=torch.uint8, device="cpu")
-            finish(self._allreduce_by_group_(fails, "max"), deadline)
-            host = None if fails.item() else host
+            finish(self._allreduce_by_group_(fails, "max", "memory"), Deadline(self.timeout_s))
+            if fails.item():
+                host, self._settings.problem = None, self._settings.problem or OTHER_HOST
         if host is None:
             return
-        self._use_memory(host, members)
-
-    def _use_memory(self, host: HostRanks, members: Mapping[int, Sequence[int]]) -> None:
-        """Move tensors through the memory of this host, and between hosts; `members` are the ranks of each host."""
-        self._host, self._is_only_host = host, len(members) == 1
-        if self._is_only_host:
-            self.messenger, self.mean_devices = host, frozenset(("cpu",))
-            self.rank_order_devices = self.mean_devices
-        else:
-            is_even = len({len(each) for each in members.values()}) == 1
-            self._slices = host.size if is_even else 1
-            if host.index < self._slices:
-                self._peers = self._child([each[host.index] for each in members.values()], f"peers/{host.index}")
-        if not self._settings.on_gpu:
+        self._host = host
+        if not self._settings.library:
             self.transport = "shm"
+        if len(by_host) == 1:
+            self.messenger = host
+            self.mean_devices = self.rank_order_devices = frozenset(("cpu",))
+        else:
+            is_even = len({len(ranks) for ranks in by_host.values()}) == 1
+            slices = host.size if is_even else 1
+            peers = [ranks[host.index] for ranks in by_host.values()] if host.index < slices else []
+            carriers = self._child(peers, f"peers/{host.index}", on_device=False) if peers else None
+            self._between = HostSlices(host, slices, carriers)
 
-    def _process_groups(self, store: dist.Store, rank: int, size: int) -> dict[str, ProcessGroup]:
+    def _connect_host(self, ranks: Sequence[int]) -> HostRanks | None:
+        """Connect the ranks of this host by memory; return None if they cannot share any, which one rank prints."""
+        store = TcpStore(self._store, "", "the job's store")
+        index, room = ranks.index(self.ranks[self.rank]), len(ranks) * SHM_BYTES_PER_RANK
+        deadline = Deadline(self.timeout_s)
+        try:
+            return connect_host(store, f"host/{ranks[0]}", ranks, index, slot_bytes(len(ranks)), deadline, room)
+        except BackendUnavailableError as error:
+            settings = self._settings
+            if index == 0 and not settings.problem and not settings.insists_on_memory:
+                print(f"{USES_GLOO}: {error}", file=sys.stderr)
+            settings.problem = f"{error}"
+            return None
+
+    def _process_groups(
+        self, store: dist.Store, rank: int, size: int, on_device: ProcessGroup | None = None
+    ) -> dict[str, ProcessGroup]:
+        """Connect the ranks, on the device only if no group is given: Note [one order on a device]."""
         timeout = timedelta(seconds=self.timeout_s)
         groups: dict[str, ProcessGroup] = {}
         try:
             with self._settings.network():
                 groups["cpu"] = dist.ProcessGroupGloo(store, rank, size, timeout)
-            if self._settings.on_gpu:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+            if library := self._settings.library:
+                own = dist.PrefixStore(library, store)
+                late = timeout + LIBRARY_GRACE
+                groups[self._settings.kind] = on_device or create_group(library, own, rank, size, late)
         except RuntimeError as error:
             raise translate_error(error) from error
         return groups
@@ -452,8 +383,9 @@ class NativeBackend(Backend):
     def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:
         return self._groups().get(tensor.device.type) or self._groups()["cpu"]
 
-    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeOperation:
-        return NativeOperation(self._begin(start), result)
+    def _start(self, result: torch.Tensor, name: str, start: Callable[[], dist.Work]) -> NativeOperation:
+        watch = None if result.device.type == "cpu" else partial(self._watch.add, name)
+        return NativeOperation(self._begin(start), result, watch)
 
     def _begin(self, start: Callable[[], dist.Work]) -> dist.Work:
         if not self.is_open:
@@ -464,153 +396,8 @@ class NativeBackend(Backend):
             raise translate_error(error) from error
 
 
-def unlimited(options: Options) -> Options:
-    options.timeout = UNLIMITED  # type: ignore[attr-defined]
-    return options
-
-
-def finish(operation: Operation[T], deadline: Deadline) -> T:
-    """Return the result of an operation, before there is a channel."""
-    if not operation.advance(deadline.left_s()):
-        raise timeout_error(deadline.timeout_s)
-    return operation.result
-
-
-def share_block(host: HostRanks, block: Block) -> Stages[None]:
-    """Wait until this rank's slice of a block has been reduced over the network, and share it with the host."""
-    if block.on_network is not None:
-        yield block.on_network
-    yield host.share_(block.values, block.starts)
-
-
-def slice_starts(nbytes: int, slices: int, size: int) -> list[int]:
-    """Return where each rank's slice of a block begins, and where the last one ends; only `slices` ranks have one."""
-    lines = -(-nbytes // CACHE_LINE_BYTES)
-    starts = [min(nbytes, lines * rank // slices * CACHE_LINE_BYTES) for rank in range(slices)]
-    return starts + [nbytes] * (size + 1 - slices)
-
-
 def built_with() -> dict[str, int]:
     """Return the libraries that this torch was built with; see Backend.built_with."""
-    version = 0
-    if dist.is_available() and dist.is_nccl_available():
-        major, minor, patch = torch.cuda.nccl.version()
-        version = 10000 * major + 100 * minor + patch  # as NCCL numbers its versions since 2.9
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    version = accelerator.nccl_version() if has_nccl else 0
     return {"gloo": int(dist.is_available() and dist.is_gloo_available()), "mpi": 0, "nccl": version}
-
-
-def translate_error(error: Exception) -> Exception:
-    """Return the dualdist exception for one of torch.distributed."""
-    text, shown = str(error).lower(), first_line(error)
-    if found := peer_error(text, shown):
-        return found
-    if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
-        return UnsupportedError(f"torch.distributed cannot move this ({shown})")
-    return CollectiveError(shown)
-
-
-def adopt(context: InitContext) -> AdoptedGroup:
-    """Use the program's default group and its store, and leave both open at close()."""
-    device_types = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
-    if "cpu" not in device_types:
-        raise UnsupportedError(
-            f"torch.distributed's default group moves {', '.join(sorted(device_types))} tensors only, and dualdist "
-            'moves CPU tensors too: set the group up with init_process_group("cpu:gloo,cuda:nccl"), or not at all'
-        )
-    topology = _topology_of_group(context.topology)
-    store = dist.PrefixStore("dualdist", dist.distributed_c10d._get_default_store())
-    used = {"cpu", context.device.type} & device_types
-    backend = NativeBackend(
-        lambda: dict.fromkeys(used, dist.group.WORLD),
-        range(topology.size),
-        topology.rank,
-        store,
-        NativeSettings(on_gpu="cuda" in used),
-        context.timeout_s,
-        owned=False,
-    )
-    atexit.register(backend.at_exit)
-
-    def set_locations(locations: Sequence[RankLocation]) -> None:
-        if context.transport != "gloo":
-            backend.hosts = [location.host for location in locations]
-
-    return AdoptedGroup(backend, TcpStore(store, "", "torch.distributed's own store"), topology, set_locations)
-
-
-def _topology_of_group(topology: Topology) -> Topology:
-    """Return the launcher's topology if the default group has the same ranks; without a launcher, the group's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if topology.launcher == "none":
-        source = "torch.distributed's default group"
-        inferred = frozenset({"local_rank", "local_size", "node_rank", "num_nodes"})
-        return Topology(rank, size, rank, size, 0, 1, launcher="none", source=source, inferred=inferred)
-    if (rank, size) != (topology.rank, topology.size):
-        raise TopologyError(
-            f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say "
-            f"rank {topology.rank} of {topology.size}: set the group up with the launcher's numbers, or not at all"
-        )
-    return topology
-
-
-def start(context: InitContext) -> NativeBackend:
-    """Connect the ranks over the store, or in this process if there is one rank, by torch's default group if asked."""
-    if not dist.is_available():
-        raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")
-    rank, size, environ = context.topology.rank, context.topology.size, context.environ
-    nccl = context.device.type == "cuda" and dist.is_nccl_available()
-    inner: dist.Store = dist.HashStore() if context.store is None else context.store.store  # type: ignore[attr-defined]
-    _allow_open_files(needed_open_files(size))
-    interfaces = {name: context.interface for name in INTERFACES if context.interface and name not in environ}
-
-    def network() -> contextlib.AbstractContextManager[None]:
-        return temporary_variables(environ, interfaces)
-
-    meeting = dist.PrefixStore(f"{context.key}/group", inner)
-
-    def connect() -> Mapping[str, ProcessGroup]:
-        if not context.sets_default_group:
-            return backend._process_groups(meeting, rank, size)
-        kinds, timeout = "cpu:gloo,cuda:nccl" if nccl else "gloo", timedelta(seconds=context.timeout_s)
-        with network():
-            dist.init_process_group(kinds, store=meeting, rank=rank, world_size=size, timeout=timeout)
-        return dict.fromkeys(["cpu", "cuda"] if nccl else ["cpu"], dist.group.WORLD)
-
-    backend = NativeBackend(
-        connect,
-        range(size),
-        rank,
-        dist.PrefixStore(f"{context.key}/lines", inner),
-        NativeSettings(network, nccl),
-        context.timeout_s,
-        hosts=() if context.transport == "gloo" else [location.host for location in context.locations],
-    )
-    original_hook = sys.excepthook
-    try:
-        backend._groups()
-    except (RuntimeError, CollectiveError) as error:
-        reason = first_line(error)
-        advice = f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
-        if os.strerror(errno.EMFILE) in reason:
-            advice = f"allow {needed_open_files(size)} open files and more by ulimit -n"
-        raise RendezvousError(
-            f"rank {rank} of {size} met the others, but torch could not connect them ({reason}): {advice}"
-        ) from error
-    group_hook = sys.excepthook
-
-    def restore_excepthook() -> None:
-        """Remove the group's hook; each further session would add one more "[rank0]: " to every line of an error."""
-        if sys.excepthook is group_hook:
-            sys.excepthook = original_hook
-
-    backend.restore_excepthook = restore_excepthook
-    atexit.register(backend.at_exit)
-    return backend
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise this process's soft limit of open files to `count`, within the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dualdist.backends.base import TIMED_OUT
 from dualdist.errors import RendezvousError
 from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.network_interfaces import format_endpoint
 
 
 class TcpStore:
@@ -59,7 +60,7 @@ class TcpStore:
 
 def connect(address: str, port: int, listener: socket.socket | None, deadline: Deadline) -> TcpStore:
     """Connect to the store at address:port, after serving it on the listening socket if one is given."""
-    endpoint = f"{address}:{port}"
+    endpoint = format_endpoint(address, port)
     fd = listener.detach() if listener else None
 
     def open_store() -> dist.TCPStore:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 OPS: tuple[ReduceOp, ...] = ("sum", "product", "min", "max", "mean")
 # Seconds for which a rank that waits polls before it yields its core, if every rank has a core.
 SPIN_S = 0.00003
-# All slots together: a chunk stays in cache from the copy to its slot until all ranks have read it.
+# The size of all slots together. A chunk stays in cache from the copy to its slot until all ranks have read it.
 TOTAL_BYTES = 1 << 21
 MIN_SLOT_BYTES = 1 << 16
-# Messages: of slots for messages alone, of a length, of the text in a slot, of the payload.
+# The size of slots that carry messages alone, of the length in front of a message, and of a fragment of its text.
 MESSAGE_SLOT_BYTES = 17 << 10
 LENGTH_BYTES = 4
 FRAGMENT_BYTES = 768
-# Of a payload, which every rank reads from all others, and of all payloads.
+# The largest payload of a rank, which all others read, and the largest of all ranks together.
 PAYLOAD_BYTES, PAYLOADS_BYTES = 16 << 10, 64 << 10
 CACHE_LINE_BYTES = 64
 
@@ -52,14 +52,14 @@ class HostRanks:
 
     def __init__(self, segment: SharedSegment, ranks: Sequence[int], slot_bytes: int) -> None:
         self.size, self.index = segment.size, segment.index
-        self.payload_bytes = min(PAYLOAD_BYTES, PAYLOADS_BYTES // segment.size)  # see Messenger
+        self.payload_bytes = min(PAYLOAD_BYTES, PAYLOADS_BYTES // segment.size)  # a field of Messenger
         self.is_open = True
         self._segment = segment
         self._ranks = ranks
         module: Any = extension.load()
         spin_s = SPIN_S if segment.may_spin else 0.0
         self.memory: Any = module.ShmChannel(segment.map(), segment.index, segment.size, slot_bytes, spin_s)
-        # See Messenger.
+        # A method of Messenger.
         self.message: Callable[[bytes, torch.Tensor | None], Message] = partial(HostMessage, self.memory, self.size)
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, source: torch.Tensor | None = None) -> HostOperation:
@@ -149,7 +149,7 @@ class HostMessage(Message):
         self._size = size
         self._data = data
         self._payload = payload
-        self._received: list[bytes] = []  # from each rank, if they are not equal and short
+        self._received: list[bytes] = []  # what each rank sent, unless all sent the same few bytes
         self._next = 0  # where the fragment that is exchanged next, or now, begins
         self._is_posted = self._has_ended = False
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from dualdist.errors import BackendUnavailableError, RendezvousError
 from dualdist.utils import extension
 from dualdist.utils.deadline import Deadline
+from dualdist.utils.unix_peer import is_own
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Store
@@ -39,7 +40,6 @@ FOLDER = "/dev/shm"
 FAILED = "!"
 MAX_MESSAGE_BYTES = 1 << 16
 FLOCK = "@hhqqi0q"  # fcntl(2): struct flock
-PEER = "3i"  # unix(7): struct ucred
 
 
 class SharedSegment:
@@ -48,7 +48,7 @@ class SharedSegment:
     def __init__(self, memory: int, locks: int, index: int, size: int) -> None:
         self.index = index
         self.size = size
-        self.may_spin = False  # every process has a core; known once all have attached
+        self.may_spin = False  # True if every process has a core, once all have attached
         self._memory = memory
         self._locks = locks
         fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)  # Note [liveness]
@@ -161,7 +161,7 @@ def _send_files(files: list[int], listener: socket.socket, count: int, deadline:
     with contextlib.ExitStack() as sockets:
         while len(peers) < count:
             peer = sockets.enter_context(listener.accept()[0])
-            if _user_of(peer) != os.getuid():  # the abstract namespace has no permissions
+            if not is_own(peer):
                 continue
             peer.settimeout(max(deadline.left_s(), 0.001))
             socket.send_fds(peer, [b"f"], files)
@@ -188,7 +188,7 @@ def _attach(store: Store, key: str, index: int, size: int, deadline: Deadline) -
     with _socket(deadline) as peer:
         try:
             peer.connect(f"\0{token}")
-            if _user_of(peer) != os.getuid():
+            if not is_own(peer):
                 raise RendezvousError("another user offers the memory of this host's first rank")
             _, files, _, _ = socket.recv_fds(peer, 1, 2)
             if len(files) < 2:  # the kernel drops those for which this process has no room
@@ -216,12 +216,6 @@ def _socket(deadline: Deadline) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages apart
     connection.settimeout(max(deadline.left_s(), 0.001))
     return connection
-
-
-def _user_of(peer: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(PEER))
-    return int(struct.unpack(PEER, credentials)[1])
 
 
 def _timeout_error(size: int, deadline: Deadline) -> RendezvousError:

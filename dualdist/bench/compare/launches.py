@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict
 
 from dualdist.bench.statistics import max_foreign_cores
 from dualdist.utils.machine import CpuUse
@@ -22,16 +21,14 @@ OVER_RANKS: dict[str, Callable[[list[Any]], Any]] = {
     "sent_bytes": fmean,
     "cpu_s": math.fsum,
 }
-CONFIG = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be NaN, which is not None
 
 
-class RankRecord(BaseModel):
-    """Record of one rank, written by diagnostics/recording.py.
+@dataclass(frozen=True)
+class RankRecord:
+    """Record of one rank, written by bench/recording.py.
 
-    Durations are in seconds; `began`, `ready` and `first_step` are Unix times.
+    Durations are in seconds; `began`, `ready` and `first_step` are Unix times. A loss may be NaN; None is no loss.
     """
-
-    model_config = CONFIG
 
     rank: int
     ranks: int
@@ -42,8 +39,7 @@ class RankRecord(BaseModel):
     launcher: str
     mpi: bool
     device: str
-    cuda: str | None
-    nccl: str | None
+    device_versions: Mapping[str, str]
     threads: int
     began: float
     ready: float
@@ -62,7 +58,9 @@ class RankRecord(BaseModel):
     window_s: float | None
     machine_s: float | None
     own_s: float | None
-    reduction: str | None = None  # that the program asked for itself
+    processor: str = ""  # of its host, as `cores`
+    cores: int = 0
+    reduction: str | None = None  # what the program asked for itself
     sent_bytes: float | None = None
 
     @property
@@ -70,12 +68,11 @@ class RankRecord(BaseModel):
         return [after - before for before, after in pairwise(self.ends[max(0, self.warmup - 1) :])]
 
 
-class Launch(BaseModel):
+@dataclass(frozen=True)
+class Launch:
     """One launch of a contender; `seconds` is the job's duration. A failed launch has an `error` and no ranks."""
 
-    model_config = CONFIG
-
-    contender: str  # its key
+    contender: str  # the contender's key
     label: str
     round: int
     began: float
@@ -83,7 +80,7 @@ class Launch(BaseModel):
     command: str
     batch: int | None = None  # global batch size, if known
     foreign_cores: float | None = None
-    ranks: list[RankRecord] = []
+    ranks: list[RankRecord] = field(default_factory=list)
     allreduce: dict[str, Any] | None = None
     error: str | None = None
 

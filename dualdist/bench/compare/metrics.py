@@ -55,8 +55,8 @@ class ContenderMetrics:
     ratio_to_fastest: MedianInterval | None  # step time over the fastest contender's
     scaling_efficiency: MedianInterval | None  # against one rank with its share of the batch; unknown for a script
     exposed_s: MedianInterval | None  # communication not hidden: the step minus one without communication
-    latency_s: float | None  # of an allreduce of LATENCY_BYTES
-    bus_gb_s: float | None  # of the largest allreduce
+    latency_s: float | None  # the time of an allreduce of LATENCY_BYTES
+    bus_gb_s: float | None  # the bus bandwidth of the largest allreduce
     bandwidth: list[BandwidthPoint]
     startup_s: float
     init_s: float
@@ -162,13 +162,13 @@ def _metrics(
 ) -> ContenderMetrics:
     own = found[contender.key]
     first, batch, bandwidth = own[0].first, own[0].batch, _bandwidth(own)
-    without_communication, one_rank = (
-        next((each for key, each in found.items() if key.startswith(f"{kind}-")), []) for kind in NOT_AVERAGED
-    )
+    without_communication, one_rank = (_launches_of(method, found) for method in NOT_AVERAGED)
     is_averaged = contender.method not in NOT_AVERAGED
     exposed = [step - limit for step, limit in paired_steps(own, without_communication)] if is_averaged else []
-    known = {name: [value for each in own if (value := each.over_ranks(name)) is not None] for name in OVER_RANKS}
-    over_ranks: dict[str, Any] = {name: median(values) if values else None for name, values in known.items()}
+    over_ranks: dict[str, Any] = {}
+    for name in OVER_RANKS:
+        known = [value for value in (each.over_ranks(name) for each in own) if value is not None]
+        over_ranks[name] = median(known) if known else None
     ranks = range(len(own[0].ranks))
     by_rank = [median(median(each.ranks[rank].steps) for each in own) for rank in ranks]
     return ContenderMetrics(
@@ -191,6 +191,10 @@ def _metrics(
         init_s=median(each.init_s for each in own),
         **over_ranks,
     )
+
+
+def _launches_of(method: str, found: Mapping[str, list[Launch]]) -> list[Launch]:
+    return next((launches for key, launches in found.items() if key.startswith(f"{method}-")), [])
 
 
 def _bandwidth(launches: Sequence[Launch]) -> list[BandwidthPoint]:

@@ -1,12 +1,11 @@
-"""Output of a comparison: tables, CSV, and a folder with an HTML page of these and the plots, and the raw data."""
+"""Output of a comparison: tables, and a folder with an HTML page of these and the plots, and the raw data."""
 
-import csv
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualdist.bench.compare.launches import OVER_RANKS, Launch, group_by_contender
+from dualdist.bench.compare.launches import Launch, group_by_contender
 from dualdist.bench.compare.metrics import ComparisonResult, ContenderMetrics
 from dualdist.bench.compare.plots import draw_plots
 from dualdist.bench.report import (
@@ -25,8 +24,7 @@ from dualdist.utils.machine import Machine
 
 MIB = 2**20
 SPEED = (
-    *("contender", "launches", "samples/s", "95% of samples/s", "per rank", "steps/s", "95% of steps/s", "step ms"),
-    *("step / fastest", "95% of it"),
+    *("contender", "launches", "samples/s", "95% of samples/s", "per rank", "step ms", "step / fastest", "95% of it"),
 )
 # Metric, format, scale and meaning of each column.
 COST = {
@@ -42,15 +40,10 @@ COST = {
     "CPU ms/step": ("cpu_s", ".1f", 1e3, "sum over ranks"),
 }
 NOTES = {name: note for name, (*_, note) in COST.items()} | {
-    "step ms": "of the slowest rank, the median of its launch",
+    "step ms": "the slowest rank's, the median of its launch",
     "step / fastest": "step time over that of the fastest candidate in the same round; the rows are in this order",
     "95% of it": "a bootstrap interval over launches, for this pair alone",
 }
-CSV_COLUMNS = (
-    *("contender", "label", "launcher", "backend", "transport", "round", "began", "step_s", "samples_per_s"),
-    *("startup_s", "init_s", "peak_bytes", "device_peak_bytes", "tcp_bytes_per_step", "sent_bytes_per_step"),
-    *("cpu_s_per_step", "foreign_cores", "first_loss", "last_loss", "digest", "error"),
-)
 
 
 def tables(result: ComparisonResult) -> Iterator[ReportTable]:
@@ -79,16 +72,15 @@ def _table(
 
 
 def _speed(contender: ContenderMetrics) -> tuple[str, ...]:
-    ratio, rate = contender.ratio_to_fastest, contender.samples_per_s or contender.step_s.inverse()
-    rates = (_number(rate.value), _interval(rate, _number))
-    by_rank = contender.samples_per_s_by_rank
-    per_rank = " to ".join(dict.fromkeys(map(_number, (min(by_rank), max(by_rank))))) if by_rank else ""
+    ratio, rate, by_rank = contender.ratio_to_fastest, contender.samples_per_s, contender.samples_per_s_by_rank
     return (
         contender.label,
         str(contender.launches),
-        *((*rates, per_rank, "", "") if contender.samples_per_s else ("", "", "", *rates)),
+        "" if rate is None else _number(rate.value),
+        "" if rate is None else _interval(rate, _number),
+        "" if by_rank is None else " to ".join(dict.fromkeys(map(_number, (min(by_rank), max(by_rank))))),
         format_ms(contender.step_s.value),
-        "" if ratio is None else "1" if ratio.value == 1 else f"{ratio.value:.3f}",
+        "" if ratio is None else f"{ratio.value:.3f}",
         "" if ratio is None else _interval(ratio, "{:.3f}".format),
     )
 
@@ -132,33 +124,8 @@ def _bandwidth_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
     )
 
 
-def write_csv(path: Path, launches: Sequence[Launch]) -> None:
-    """Write one line per launch, failed ones included."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, restval="")
-        writer.writeheader()
-        writer.writerows(map(_csv_row, launches))
-
-
-def _csv_row(launch: Launch) -> dict[str, object]:
-    row: dict[str, object] = {name: getattr(launch, name) for name in ("contender", "label", "round", "began")}
-    row["error"] = error_summary(launch.error or "")
-    if not launch.ranks:
-        return row
-    first = launch.first
-    row |= {name: getattr(first, name) for name in ("launcher", "backend", "transport", "digest")}
-    row |= {name: getattr(launch, name) for name in ("startup_s", "init_s", "foreign_cores")}
-    of_step = {name: f"{name}_per_step" for name in ("tcp_bytes", "sent_bytes", "cpu_s")}
-    row |= {of_step.get(name, name): launch.over_ranks(name) for name in OVER_RANKS}
-    row |= {"first_loss": launch.losses[0], "last_loss": launch.losses[-1]}
-    if launch.steps:
-        row |= {"step_s": launch.step_s}
-        row |= {"samples_per_s": launch.batch / launch.step_s} if launch.batch is not None else {}
-    return row
-
-
 def write_folder(folder: Path, result: ComparisonResult, record: Mapping[str, Any], launches: Sequence[Launch]) -> Path:
-    """Write plots, CSV, JSON and a page that needs no other file and no network; return the path of the page."""
+    """Write plots, JSON and a page that needs no other file and no network; return the path of the page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     plots = draw_plots(result, group_by_contender(launches))
@@ -166,7 +133,6 @@ def write_folder(folder: Path, result: ComparisonResult, record: Mapping[str, An
         (folder / f"{name}.svg").write_text(plot.svg)
     data = dump_json(record).encode()
     (folder / "comparison.json").write_bytes(data)
-    write_csv(folder / "launches.csv", launches)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     settings = format_settings(record["settings"])

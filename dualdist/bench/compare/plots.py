@@ -1,6 +1,5 @@
-"""Plots of a comparison as SVG, for a light and a dark page: step times, allreduce, scaling and losses."""
+"""Plots of a comparison as SVG, for a light and a dark page: step times, allreduce and losses."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -16,14 +15,8 @@ from dualdist.bench.report import format_size
 # Okabe and Ito's colours, which colour-blind readers can distinguish, and four that also stand out on both papers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#B8A800", "#9A6FD0", "#A65628")
 INK, SOFT, LINE, PAPER = "#1c2430", "#5b6675", "#dfe4ea", "#ffffff"
-# The page's colours at night, as page.html.j2 has them. Colours stand in the SVG itself: not every viewer knows CSS.
-DARK = {INK: "#e6e9ee", SOFT: "#a3adba", LINE: "#323a45", PAPER: "#1b2028"}
-RULES = " ".join(
-    f'[style*="{what}: {day}"] {{{what}: {night} !important}}'
-    for day, night in DARK.items()
-    for what in ("fill", "stroke")
-)
-NIGHT = f"@media screen and (prefers-color-scheme: dark) {{{RULES}}}"
+# The colours of the page stand in the SVG itself, as not every viewer knows CSS; a dark page inverts their lightness.
+NIGHT = "@media screen and (prefers-color-scheme: dark) {svg {filter: invert(0.9) hue-rotate(180deg)}}"
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 6.4, 0.7, 0.25, 0.8, 0.75  # inches, the same in every plot
 ROW, LEGEND_ROW = 0.65, 0.22
 STYLE: Any = {
@@ -45,12 +38,12 @@ STYLE: Any = {
     "legend.fontsize": 10,
     "lines.markersize": 5,
 }
-BOX = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}  # of text that a line would cross
+BOX = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}  # behind text that a line would cross
 # Slower steps are left out and counted: a single outlier would compress the rest.
 SHOWN_QUANTILE = 0.99
 LARGE = 1 << 20  # bytes from which an allreduce is a matter of bandwidth, not of latency
 
-Launches = Mapping[str, Sequence[Launch]]  # by the key of a contender
+Launches = Mapping[str, Sequence[Launch]]  # the launches of each contender, by its key
 Losses = Sequence[tuple[ContenderMetrics, Sequence[float]]]
 
 
@@ -67,15 +60,11 @@ def draw_plots(result: ComparisonResult, launches: Launches) -> dict[str, Plot]:
     every = result.contenders
     colours = dict(zip(sorted(each.key for each in every), cycle(COLOURS), strict=False))
     swept = [each for each in every if each.bandwidth]
-    one = next((each.samples_per_s for each in every if each.method == "one"), None)
-    scaled = [each for each in every if each.method != "one" and each.samples_per_s is not None]
     found = [(each, launches[each.key][0].losses) for each in every if each.method not in NOT_AVERAGED]
     losses = [(each, [loss for loss in values if loss is not None]) for each, values in found if None not in values]
     drawn = {}
     if every:
         drawn["steps"] = _draw_steps(every, launches, colours)
-    if one is not None and scaled:
-        drawn["scaling"] = _draw_scaling(scaled, one.value, colours)
     if swept:
         drawn["allreduce"] = _draw_allreduce(swept, colours)
     if losses and losses[0][1]:
@@ -108,18 +97,6 @@ def _render(
     return Plot(file.getvalue().replace("<defs>", f"<style>{NIGHT}</style>\n <defs>", 1), alt)
 
 
-def _label_rows(axes: Any, contenders: Sequence[ContenderMetrics]) -> list[int]:
-    """Write each contender's name above its row, the first on top; return the positions of the rows."""
-    positions = list(range(len(contenders), 0, -1))
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.set_ylim(0.55, len(contenders) + 0.75)
-    for contender, position in zip(contenders, positions, strict=True):
-        where: Any = {"transform": axes.get_yaxis_transform(), "va": "bottom"}
-        axes.text(0, position + 0.34, contender.label, size=10, bbox=BOX, **where)
-    return positions
-
-
 def _draw_steps(contenders: Sequence[ContenderMetrics], launches: Launches, colours: Mapping[str, str]) -> Plot:
     """Draw a box for the steps of each contender and a dot for the median of each launch; the fastest on top."""
     import numpy
@@ -129,15 +106,21 @@ def _draw_steps(contenders: Sequence[ContenderMetrics], launches: Launches, colo
     hidden = sum(step > most for each in times for step in each)
 
     def draw(axes: Any) -> None:
-        for contender, steps, position in zip(contenders, times, _label_rows(axes, contenders), strict=True):
-            line: Any = {"color": colours[contender.key]}
-            box = {"facecolor": colours[contender.key], "edgecolor": colours[contender.key], "alpha": 0.35}
+        for number, (contender, steps) in enumerate(zip(contenders, times, strict=True)):
+            position, colour = len(contenders) - number, colours[contender.key]
+            name_place: Any = {"transform": axes.get_yaxis_transform(), "va": "bottom"}
+            axes.text(0, position + 0.34, contender.label, size=10, bbox=BOX, **name_place)
+            line: Any = {"color": colour}
+            box = {"facecolor": colour, "edgecolor": colour, "alpha": 0.35}
             style = {"boxprops": box, "medianprops": {**line, "linewidth": 2}, "whiskerprops": line, "capprops": line}
             row = {"positions": [position], "orientation": "horizontal", "widths": 0.4, "patch_artist": True}
             axes.boxplot([steps], whis=(5, 95), showfliers=False, manage_ticks=False, **row, **style)
             medians = [1e3 * launch.step_s for launch in launches[contender.key]]
             edge = {"markeredgecolor": PAPER, "markeredgewidth": 0.5}
             axes.plot(medians, [position] * len(medians), "o", **line, zorder=3, **edge)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.set_ylim(0.55, len(contenders) + 0.75)
         axes.set_xlim(0, most * 1.03)
         left_out = f"; {hidden} slower step{'s' * (hidden > 1)} left out" if hidden else ""
         axes.set_xlabel(f"step time of the slowest rank, ms{left_out}")
@@ -145,32 +128,6 @@ def _draw_steps(contenders: Sequence[ContenderMetrics], launches: Launches, colo
     alt = "Step times: " + ", ".join(f"{each.label} {1e3 * each.step_s.value:.2f} ms" for each in contenders)
     subtitle = "box: quartiles of steps; whiskers: 5% and 95%; dots: each launch's median"
     return _render("Step times", subtitle, alt, ROW * len(contenders), draw)
-
-
-def _draw_scaling(contenders: Sequence[ContenderMetrics], one_rank: float, colours: Mapping[str, str]) -> Plot:
-    """Draw samples per second, with those of one rank and of linear scaling."""
-    rates = [each.samples_per_s for each in contenders if each.samples_per_s is not None]
-    ranks = len(contenders[0].samples_per_s_by_rank or ())
-    shares = ["" if (e := each.scaling_efficiency) is None else f"{e.value:.0%}" for each in contenders]
-
-    def draw(axes: Any) -> None:
-        rows = zip(contenders, rates, shares, _label_rows(axes, contenders), strict=True)
-        for contender, rate, share, position in rows:
-            axes.barh(position, rate.value, height=0.4, color=colours[contender.key], alpha=0.75)
-            axes.plot([rate.low, rate.high], [position, position], color=INK, linewidth=1.5)
-            where, offset = (max(rate.high, rate.value), position), {"xytext": (5, 0), "textcoords": "offset points"}
-            axes.annotate(share, where, va="center", size=10, bbox=BOX, **offset)
-        for value, text in ((one_rank, "one rank"), (ranks * one_rank, f"{ranks} x one rank")):
-            axes.axvline(value, color=INK, linestyle=":", linewidth=1.2, ymax=0.985)
-            axes.annotate(text, (value, axes.get_ylim()[1]), ha="center", va="bottom", size=9, annotation_clip=False)
-        axes.set_xlim(0, 1.12 * max(ranks * one_rank, *(rate.high for rate in rates)))
-        axes.set_xlabel(f"samples per second on {ranks} ranks")
-
-    shown = [f"{each.label} {rate.value:.0f}" for each, rate in zip(contenders, rates, strict=True)]
-    alt = f"Samples per second on {ranks} ranks: {', '.join(shown)}; one rank alone: {one_rank:.0f}"
-    line = "; line: 95% interval" if any(rate.low < rate.high for rate in rates) else ""
-    subtitle = f"%: scaling efficiency against one rank{line}"
-    return _render("Scaling", subtitle, alt, ROW * len(contenders), draw)
 
 
 def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str, str]) -> Plot:
@@ -221,28 +178,22 @@ def _draw_allreduce(contenders: Sequence[ContenderMetrics], colours: Mapping[str
 
 
 def _draw_losses(losses: Losses, colours: Mapping[str, str]) -> Plot:
-    """Draw the loss of the first contender, and how far the others are from it where they are not equal."""
+    """Draw the loss of the first contender, and say how far the others are from it."""
     (first, expected), *others = losses
-    apart = {e.key: list(map(relative_difference, values, expected)) for e, values in others}
-    largest = max((max(each, default=0.0) for each in apart.values()), default=0.0)
-    differing = [each for each, _ in others if max(apart[each.key], default=0.0) > 0]
-    same = f"the same to the last bit in all {len(losses)} contenders" if others else f"of {first.label}"
-    difference = same if not differing else f"largest difference from {first.label}: {largest:.1g} of the loss"
+    differences = [relative_difference(*each) for _, values in others for each in zip(values, expected, strict=False)]
+    largest = max(differences, default=0.0)
+    if not others:
+        difference = f"of {first.label}"
+    elif largest == 0:
+        difference = f"the same to the last bit in all {len(losses)} contenders"
+    else:
+        difference = f"largest difference from {first.label}: {largest:.1g} of the loss"
 
-    def draw(panels: Any) -> None:
-        axes, *rest = panels if differing else [panels]
-        axes.plot(range(1, len(expected) + 1), expected, color=colours[first.key], label=first.label)
-        for contender in differing:
-            axes.plot([], [], color=colours[contender.key], label=contender.label)
-            differences = [value if value > 0 else math.nan for value in apart[contender.key]]
-            rest[0].plot(range(1, len(differences) + 1), differences, ".-", color=colours[contender.key])
-        for beside in rest:
-            beside.set_yscale("log")
-            beside.set_title("difference / loss", loc="left", size=10, color=SOFT)
-        for panel in (axes, *rest):
-            panel.locator_params(axis="x", integer=True)
-            panel.set_xlim(1, max(2, len(expected)))
-            panel.set_xlabel("step, warm-up included")
+    def draw(axes: Any) -> None:
+        axes.plot(range(1, len(expected) + 1), expected, color=colours[first.key])
+        axes.locator_params(axis="x", integer=True)
+        axes.set_xlim(1, max(2, len(expected)))
+        axes.set_xlabel("step, warm-up included")
 
     alt = f"Loss of {len(expected)} steps, from {expected[0]:.3g} to {expected[-1]:.3g}; {difference}"
-    return _render("Losses, mean over ranks", difference, alt, 2.6, draw, 1 + len(differing) if differing else 0)
+    return _render("Losses, mean over ranks", difference, alt, 2.6, draw)

@@ -25,14 +25,18 @@ from dualdist.bench.jobs import (
     run_job,
     worker_command,
 )
+from dualdist.bench.placement import Placement
 from dualdist.bench.statistics import MIN_LAUNCHES
 from dualdist.errors import LaunchError
-from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP, REDUCTION
+from dualdist.launch.launchers import DEFAULT_LAUNCHER
+from dualdist.launch.launchers.srun import SRUN
+from dualdist.session import OBSERVERS, REDUCTION
+from dualdist.utils.variables import RECORD, RECORD_STEPS, RECORD_WARMUP
 
 NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_optimizer?\n"
 COMPLETE = "complete"
 FIRST_GUESS_S = 8.0  # duration of a launch before one has been measured
-ORDERED_STEPS = 5  # of a launch with ordered sums, of which only the bits of the parameters count
+ORDERED_STEPS = 5  # steps of a launch with ordered sums, where only the bits of the parameters count
 NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and parameters differ from the others'
 
 
@@ -88,22 +92,23 @@ class RefusedContender:
 
 
 def baseline_contenders(
-    names: Sequence[str], candidates: Sequence[Contender], *, uses_gpus: bool
+    names: Sequence[str], candidates: Sequence[Contender], placement: Placement, *, uses_gpus: bool
 ) -> Iterator[Contender | RefusedContender]:
     """Yield the baselines for these candidates; `names` are keys of BASELINES."""
+    launcher = SRUN.name if placement.is_slurm else DEFAULT_LAUNCHER
     for name in names:
         if name == "one":
-            yield Contender(name, RunConfig("auto", None, "python"))
+            yield Contender(name, RunConfig("auto", None, launcher if placement.hosts else "python"))
         elif name == "hvd":
             configs = (each.config for each in candidates)
             found = [config for config in configs if registry.uses_library(config.backend, registry.HOROVOD_LIBRARY)]
             if found:
                 yield Contender(name, found[0])
             else:
-                contender = Contender(name, RunConfig("horovod", None, "torchrun"))
+                contender = Contender(name, RunConfig("horovod", None, launcher))
                 yield RefusedContender(contender, "it needs a candidate of the backend horovod that can run")
         else:
-            yield Contender(name, RunConfig("native", None if uses_gpus else "gloo", "torchrun"))
+            yield Contender(name, RunConfig("native", None if uses_gpus else "gloo", launcher))
 
 
 def ordered_checks(contenders: Sequence[Contender], ranks: int, *, uses_gpus: bool) -> list[Contender]:
@@ -142,6 +147,7 @@ class Comparison:
         reports = [own / f"rank-{rank}.json" for rank in range(ranks)]
         if isinstance(work, UserScript):
             record = {RECORD: str(own), RECORD_WARMUP: str(work.warmup), RECORD_STEPS: str(work.steps)}
+            record[OBSERVERS] = "dualdist.bench.recording:RECORDING"
             settings = replace(settings, env={**record, **settings.env})
             command = program_command(contender.config, work.argv, settings)
         else:
@@ -166,12 +172,13 @@ class Comparison:
         found: dict[str, Any] = {}
         try:
             reports = run_job(planned, self.settings.timeout_s)
-            ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(contender)]]
+            ranks = [_rank_record(report) for report in reports[: self.ranks(contender)]]
             found["ranks"] = ranks
             found["allreduce"] = reports[-1] if len(reports) > len(ranks) else None
-            found["error"] = record_error(contender, ranks)
-            is_srun = contender.config.launcher == "srun"
-            found["foreign_cores"] = foreign_cores_beside(ranks) if is_srun else reports[0][FOREIGN]
+            hosts = self.settings.placement.hosts
+            found["error"] = record_error(contender, ranks, len(hosts) if len(ranks) > 1 else 0)
+            is_elsewhere = hosts or contender.config.launcher == SRUN.name
+            found["foreign_cores"] = foreign_cores_beside(ranks) if is_elsewhere else reports[0][FOREIGN]
         except LaunchError as error:
             hint = NO_STEPS if isinstance(self.work, UserScript) and "it left no report" in str(error) else ""
             found["error"] = hint + str(error)
@@ -189,38 +196,39 @@ class Comparison:
         )
 
 
-def record_error(contender: Contender, ranks: Sequence[RankRecord]) -> str | None:
-    """Return why these records are not valid for the contender, None if they are."""
+def _rank_record(report: dict[str, Any]) -> RankRecord:
+    return RankRecord(**{name: value for name, value in report.items() if name != FOREIGN})
+
+
+def record_error(contender: Contender, ranks: Sequence[RankRecord], hosts: int = 0) -> str | None:
+    """Return why these records are not valid for the contender, None if they are; `hosts` is their number, if known."""
     first, config = ranks[0], contender.config
     if config.backend not in ("auto", first.backend) or config.transport not in (None, first.transport):
         actual, expected = f"{first.backend} over {first.transport}", f"{config.backend} over {config.transport}"
         return f"it ran on {actual}, not on {expected}: does the script name a backend itself? Let it call dd.init()"
+    if hosts and first.num_nodes != hosts:
+        return f"its ranks were on {first.num_nodes} hosts, not on {hosts}"
     if min(len(rank.steps) for rank in ranks) < 1:
         return f"it took {len(first.ends)} steps, and the first {first.warmup} are not timed: train longer"
     return None
 
 
 def draw_order(contenders: Sequence[Contender], number: int, seed: int) -> list[Contender]:
-    """Return the contenders in the random order of a round.
+    """Return the contenders in the random order of a round; the first one begins with the most important.
 
-    The first round begins with one candidate of each backend and ends with the baselines: a budget that is too small
-    for all of them is thus spent on what the verdict is about.
+    A budget that is too small for all is thus spent on what the verdict is about.
     """
     drawn = random.Random(f"{seed}/{number}").sample(list(contenders), len(contenders))
-    if number > 0:
-        return drawn
-    first = first_of_each_group(contenders)
-    return sorted(drawn, key=lambda contender: (contender.is_baseline, contender not in first))
+    return by_importance(drawn, contenders) if number == 0 else drawn
 
 
-def first_of_each_group(contenders: Sequence[Contender]) -> list[Contender]:
-    """Return the first candidate of each backend, or of each transport or launcher if there is one backend only."""
-    candidates = [each for each in contenders if not each.is_baseline]
-    for name in ("backend", "transport", "launcher"):
-        first = {(getattr(each.config, name), each.copy): each for each in reversed(candidates)}
-        if len({key for key, _ in first}) > 1:
-            break
-    return [each for each in candidates if each in first.values()]
+def by_importance(some: Sequence[Contender], contenders: Sequence[Contender]) -> list[Contender]:
+    """Sort some of the contenders: the first candidate of each backend, other candidates, baselines."""
+    first: dict[tuple[str, int], Contender] = {}
+    for each in contenders:
+        if not each.is_baseline:
+            first.setdefault((each.config.backend, each.copy), each)
+    return sorted(some, key=lambda each: (each.is_baseline, each not in first.values()))
 
 
 @dataclass
@@ -281,33 +289,17 @@ class LaunchSchedule:
         return result
 
     def _leave_out(self) -> None:
-        """Leave out contenders in the first round, until a verdict on the others fits into the budget.
+        """Leave out the least important contenders, until a verdict on the others fits into the budget; two remain."""
+        kept = by_importance(self._able(), self.contenders)
+        while len(kept) > 2 and not self._fits(kept):
+            self.left_out.append(kept.pop())
 
-        Baselines go first, then all but one candidate of each backend: the fastest after one launch of each, if there
-        is time for these launches, else the first. Two remain in any case.
-        """
-        able = self._able()
-        if self._fits(able):
-            return
-        candidates = [each for each in able if not each.is_baseline]
-        first = first_of_each_group(candidates)
-        if self._fits(candidates):
-            kept = candidates
-        elif not self._fits(first, candidates):
-            kept = first if self._fits(first) else first[:2]
-        elif any(each.key not in self._launches for each in candidates):
-            kept = candidates
-        else:
-            speed = {each.key: self._launches[each.key][0].step_s for each in candidates}
-            kept = first_of_each_group(sorted(candidates, key=lambda each: speed[each.key]))
-        self.left_out += [each for each in able if each not in kept]
-
-    def _fits(self, kept: Sequence[Contender], screened: Sequence[Contender] = ()) -> bool:
-        """Return True if the budget allows a verdict on those in `kept`, after one launch of each in `screened`."""
-        wanted = {each: 1 for each in screened} | {each: min(self.rounds, MIN_LAUNCHES) for each in kept}
-        missing = {each: count - len(self._launches.get(each.key, ())) for each, count in wanted.items()}
-        rest = sum(max(0, count) * self._estimate([each]) for each, count in missing.items())
-        return self.elapsed_s + rest + self._estimate(self.remaining_checks(kept)) <= self.budget_s
+    def _fits(self, kept: Sequence[Contender]) -> bool:
+        """Return True if the budget allows a verdict on these contenders."""
+        wanted = min(self.rounds, MIN_LAUNCHES)
+        missing = {each: max(0, wanted - len(self._launches.get(each.key, ()))) for each in kept}
+        rest_s = sum(count * self._estimate([each]) for each, count in missing.items())
+        return self.elapsed_s + rest_s + self._estimate(self.remaining_checks(kept)) <= self.budget_s
 
     def _able(self) -> list[Contender]:
         return [each for each in self.contenders if each.key not in self.failed and each not in self.left_out]

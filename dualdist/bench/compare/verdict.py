@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
 
-from dualdist.bench.compare.launches import Launch
+from dualdist.bench.compare.launches import Launch, RankRecord
 from dualdist.bench.statistics import MIN_LAUNCHES, MedianInterval, median_interval, min_launches
-from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
+from dualdist.utils.saved_choices import ChoiceConditions, SavedChoice
 
-Launches = Mapping[str, Sequence[Launch]]  # by the label of a contender
+Launches = Mapping[str, Sequence[Launch]]  # the launches of each contender, by its label
 
 # Note [equivalent training]
 # With more than two ranks, and on GPUs, a sum depends on its order. Losses then differ by rounding, which training
@@ -72,12 +72,11 @@ def check_equivalence(launches: Launches) -> Equivalence:
     is_exact = all(len(launch.ranks) <= 2 and launch.first.device == "cpu" for launch in every)
     common, _ = Counter(map(_outcome, every)).most_common(1)[0]
     expected = next(launch for launch in every if _outcome(launch) == common)
-    mismatches = {  # of the first launch that differs
-        name: why
-        for name, found in launches.items()
-        for launch in reversed(found)
-        if (why := _mismatch(launch, expected, is_exact)) is not None
-    }
+    mismatches = {}
+    for name, found in launches.items():
+        reasons = (_mismatch(launch, expected, is_exact) for launch in found)
+        if (first := next(filter(None, reasons), None)) is not None:
+            mismatches[name] = first
     worst = max(max(_loss_differences(launch, expected), default=0.0) for launch in every)
     criterion = BIT_IDENTICAL if is_exact else _criterion(expected, worst)
     return Equivalence(criterion, len(every), len(expected.losses), mismatches)
@@ -93,9 +92,9 @@ def check_bits(equivalence: Equivalence, ordered: Mapping[str, Launch | str]) ->
     if len(digests) < 2:
         unchecked |= dict.fromkeys(digests, "there is no other to compare it with")
         return replace(equivalence, unchecked=unchecked)
-    (common, _), *_ = Counter(digest for found in digests.values() for digest in found).most_common(1)
+    common = Counter(digest for found in digests.values() for digest in found).most_common(1)[0][0]
     same = [name for name, found in digests.items() if found == {common}]
-    fault = f"ended with other bits than {next(iter(same), 'others')} with ordered sums, which is a fault"
+    fault = f"ended with other bits than {same[0] if same else 'others'} with ordered sums, which is a fault"
     mismatches = {name: fault for name in digests if name not in same} | dict(equivalence.mismatches)
     same_bits = same if len(same) > 1 else []
     return replace(equivalence, mismatches=mismatches, same_bits=same_bits, unchecked=unchecked)
@@ -112,7 +111,7 @@ def _criterion(expected: Launch, worst: float) -> str:
 
 
 def _outcome(launch: Launch) -> tuple[str, tuple[str, ...]]:
-    return launch.first.digest, tuple(map(str, launch.losses))  # as text, since NaN does not equal itself
+    return launch.first.digest, tuple(map(str, launch.losses))  # compared as text, since NaN does not equal itself
 
 
 def _mismatch(launch: Launch, expected: Launch, is_exact: bool) -> str | None:
@@ -198,11 +197,10 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """Return the verdict in a few words; a launcher is named where the two differ in nothing else."""
+        """Return the verdict in a few words."""
         if self.kind != "faster" or self.ratio is None:
             return HEADLINES[self.kind]
-        names = [(name or "").partition(" (")[0] for name in (self.winner, self.runner_up)]
-        return f"{names[0] if names[0] != names[1] else self.winner} is {_digits(self.ratio)[0]}x faster"
+        return f"{self.winner} is {_digits(self.ratio)[0]}x faster"
 
 
 def rank_by_speed(launches: Launches) -> list[str]:
@@ -250,7 +248,7 @@ def judge(launches: Launches, equivalence: Equivalence, enough: str = "--budget"
     ratio = step_ratio(launches[runner_up], launches[winner])
     if ratio is None:
         return Verdict("too few", f"no round has both {winner} and {runner_up}; try {enough}", winner, runner_up)
-    if ratio.value < 1:  # in the rounds that both took part in
+    if ratio.value < 1:  # the order by all rounds may differ from that in the rounds that both took part in
         winner, runner_up, ratio = runner_up, winner, ratio.inverse()
     kind, sentence = _describe(winner, runner_up, ratio, enough)
     if equivalence.same_bits:
@@ -278,6 +276,19 @@ def _describe(one: str, other: str, ratio: MedianInterval, enough: str) -> tuple
     return "no difference", f"no significant difference between {one} and {other} (ratio {value}, {interval})"
 
 
+def _conditions(rank: RankRecord, ranks: Sequence[RankRecord]) -> ChoiceConditions:
+    return ChoiceConditions(
+        rank.processor,
+        rank.cores,
+        rank.device,
+        rank.launcher,
+        rank.mpi,
+        rank.ranks,
+        rank.threads,
+        sum(other.node_rank == rank.node_rank for other in ranks),
+    )
+
+
 def choices_to_save(candidates: Launches, timestamp: str) -> Iterator[SavedChoice | str]:
     """Yield the fastest candidate of every launcher that ran two or more, or a sentence why there is none.
 
@@ -286,9 +297,11 @@ def choices_to_save(candidates: Launches, timestamp: str) -> Iterator[SavedChoic
     """
     groups: dict[ChoiceConditions, dict[str, Sequence[Launch]]] = {}
     for label, launches in candidates.items():
-        first = launches[0].first
-        here = ChoiceConditions.here(first.device, first.launcher, first.ranks, threads=first.threads, mpi=first.mpi)
-        groups.setdefault(here, {})[label] = launches
+        jobs = {_conditions(rank, launches[0].ranks) for rank in launches[0].ranks}
+        if len(jobs) > 1:
+            yield f"nothing saved of {label}: its hosts differ, {'; '.join(sorted(map(str, jobs)))}"
+            continue
+        groups.setdefault(jobs.pop(), {})[label] = launches
     for conditions, found in groups.items():
         if len(found) < 2:
             yield f"nothing saved for {conditions}: {next(iter(found))} is its only candidate"

@@ -28,11 +28,10 @@ class Library(NamedTuple):
     """A library that has been imported; its allreduces sum."""
 
     start: Callable[[Any, str], tuple[int, Any]]  # connects the ranks; returns this rank and two zeros on its device
-    allreduce_: Callable[[Any], object]  # in place
-    allreduce: Callable[[Any], Any]
+    allreduce_: Callable[[Any], object]  # sums in place
     stop: Callable[[], object]
     is_cpu_only: bool = False
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # that it sums
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # the dtypes that it sums
 
 
 def main() -> None:
@@ -106,28 +105,22 @@ def _import_dualdist() -> Library:
         return dd.rank(), torch.zeros(2, device=dd.device())
 
     # Looked up when they are called: the functions of dualdist import torch, which is a phase apart.
-    def allreduce_(tensor: Any) -> None:
-        dd.allreduce_(tensor, "sum", name="value")
-
-    return Library(start, allreduce_, lambda tensor: dd.allreduce(tensor, "sum"), lambda: dd.shutdown())
+    return Library(start, lambda tensor: dd.allreduce_(tensor, "sum", name="value"), lambda: dd.shutdown())
 
 
 def _import_torch() -> Library:
     import torch.distributed as dist
 
+    from dualdist.backends.native.libraries import both
+    from dualdist.utils import accelerator
+
     def start(torch: Any, device: str) -> tuple[int, Any]:
-        cuda = device != "cpu" and torch.cuda.is_available()
-        if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        return dist.get_rank(), torch.zeros(2, device="cuda" if cuda else "cpu")
+        kind = None if device == "cpu" else accelerator.kind()
+        chosen = torch.device("cpu") if kind is None else accelerator.select(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(both(chosen.type))
+        return dist.get_rank(), torch.zeros(2, device=chosen)
 
-    def allreduce(tensor: Any) -> Any:
-        result = tensor.clone()
-        dist.all_reduce(result)
-        return result
-
-    return Library(start, dist.all_reduce, allreduce, dist.destroy_process_group)
+    return Library(start, dist.all_reduce, dist.destroy_process_group)
 
 
 def _import_horovod() -> Library:
@@ -140,10 +133,7 @@ def _import_horovod() -> Library:
     def allreduce_(tensor: Any) -> None:
         hvd.allreduce_(tensor, name=f"raw.in_place.{tensor.numel()}", op=hvd.Sum)
 
-    def allreduce(tensor: Any) -> Any:
-        return hvd.allreduce(tensor, name=f"raw.{tensor.numel()}", op=hvd.Sum)
-
-    return Library(start, allreduce_, allreduce, hvd.shutdown, dtypes=("float32", "float16"))
+    return Library(start, allreduce_, hvd.shutdown, dtypes=("float32", "float16"))
 
 
 def _import_mpi() -> Library:
@@ -161,12 +151,7 @@ def _import_mpi() -> Library:
     def allreduce_(tensor: Any) -> None:
         world.Allreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM)
 
-    def allreduce(tensor: Any) -> Any:
-        result = tensor.new_empty(tensor.shape)
-        world.Allreduce(tensor.numpy(), result.numpy(), MPI.SUM)
-        return result
-
-    return Library(start, allreduce_, allreduce, MPI.Finalize, is_cpu_only=True, dtypes=("float32",))
+    return Library(start, allreduce_, MPI.Finalize, is_cpu_only=True, dtypes=("float32",))
 
 
 # By BackendSpec.library: the libraries beneath backends, used as a program without dualdist uses them.

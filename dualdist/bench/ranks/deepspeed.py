@@ -59,6 +59,6 @@ def _build() -> tuple[Any, str]:
             from deepspeed.comm.torch import build_shm_op
 
             extension = build_shm_op()
-    except Exception as error:  # of any kind: of a compiler, of Ninja, of an import
+    except Exception as error:  # the compiler, Ninja or an import may fail in any way
         return None, f"it does not build here ({error})"
     return extension, "" if extension is not None else "it does not support this machine"

@@ -31,11 +31,12 @@ from dualdist.bench.ranks.training import (
     torch_group,
     whole_parameters,
 )
+from dualdist.bench.recording import recorder_of
 from dualdist.bench.statistics import max_foreign_cores
 from dualdist.collectives.consistency import digest
-from dualdist.diagnostics.recording import recorder_of
 from dualdist.errors import CollectiveError, UnsupportedError
 from dualdist.topology import Topology
+from dualdist.utils import accelerator
 from dualdist.utils.machine import CpuUse, read_cpu, reset_peak, resident_kib
 from dualdist.utils.network_interfaces import boot_id
 
@@ -45,7 +46,7 @@ MEMORY_STEPS = 5
 MAX_REPEATS = 1000
 WARMUP_CALLS = 2
 BATCHES = 8  # distinct batches of a training, used in turn
-ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S = 3, 0.002  # in each launch of a comparison
+ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S = 3, 0.002  # how allreduces are timed in each launch of a comparison
 
 
 Calls = Mapping[str, Callable[[], object]]  # by the name of a contender
@@ -91,19 +92,14 @@ def time_call(call: Callable[[], object], repeats: int, device: torch.device, wa
     """
     for _ in range(warmup):
         call()
-    _synchronize(device)
+    accelerator.synchronize(device)
     dd.barrier()
     cpu, start = time.process_time(), time.perf_counter()
     for _ in range(repeats):
         call()
-    _synchronize(device)
+    accelerator.synchronize(device)
     end = time.perf_counter()
     return (end - start) / repeats, (time.process_time() - cpu) / repeats
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def repeats_to_fill(block_s: float, seconds: float, least: int, most: int) -> int:
@@ -173,36 +169,38 @@ def measure_memory(backend: str, options: StepOptions, topology: Topology, store
     """Measure the memory that one contender adds to a process with all imports done; opens its session if needed.
 
     On CPUs: peak resident size (VmHWM, with touched shared memory) minus the size before setup, so connections, model,
-    optimizer state and activations count. On CUDA: the peak of torch's allocator, without NCCL's buffers.
+    optimizer state and activations count. On GPUs: the peak of torch's allocator, without NCCL's buffers.
     """
     (method,) = options.contenders
-    cuda = torch.cuda.is_available() and options.device != "cpu"
+    kind = None if options.device == "cpu" else accelerator.kind()
     step_case(options, torch.device("cpu"), topology.rank)  # imports what the model needs
-    needs_session = is_by_dualdist(method) or method == "hvd"  # of which the engine is started under any launcher
+    # A session starts Horovod's engine under any launcher.
+    needs_session = is_by_dualdist(method) or method == "hvd"
     if registry.uses_library(backend, registry.HOROVOD_LIBRARY) and needs_session:
         training.load_horovod()
     training.load_torch_sharding()  # for all, as it imports much that others import later
     could_reset = reset_peak()
     before = resident_kib()
-    device = torch.device("cuda", topology.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = torch.device("cpu") if kind is None else torch.device(kind, topology.local_rank % accelerator.count())
     with ExitStack() as stack:
         if needs_session:
             dd.init(timeout_s=options.timeout_s)
             stack.callback(dd.shutdown)
             device = dd.device()
         elif method in TORCH_METHODS:
-            if cuda:
-                torch.cuda.set_device(device)
+            if kind is not None:
+                accelerator.select(device.index)
             rank, size = topology.rank, topology.size
             stack.enter_context(training.torch_group_by_file(store, rank, size, device, options.timeout_s))
         case = step_case(options, device, topology.rank)
         trainer = make_trainer(method, case, device, options.optimizer)
         for _ in range(MEMORY_STEPS):
             trainer.step(case)
-        _synchronize(device)
-        peak = torch.cuda.max_memory_allocated() if cuda else ((resident_kib(peak=True) or 0) - (before or 0)) * 1024
-    known = cuda or (before is not None and could_reset)
-    return {"contender": method, "peak_bytes": peak if known else None, "rank": topology.rank}
+        accelerator.synchronize(device)
+        peak = accelerator.peak_bytes(device)
+        if kind is None and before is not None and could_reset:
+            peak = ((resident_kib(peak=True) or 0) - before) * 1024
+    return {"contender": method, "peak_bytes": peak, "rank": topology.rank}
 
 
 def check_sum(options: AllreduceOptions) -> dict[str, Any]:
@@ -244,12 +242,9 @@ def _measure_size(
     kind: torch.dtype = getattr(torch, dtype)
     tensor = torch.zeros(max(1, nbytes // kind.itemsize), device=device, dtype=kind)
     name = f"bench.{dtype}.{tensor.numel()}"
-    calls: dict[str, Callable[[], object]] = {
-        "dualdist_": lambda: dd.allreduce_(tensor, "sum", name=name),
-        "dualdist": lambda: dd.allreduce(tensor, "sum", name=f"{name}.new"),
-    }
+    calls: dict[str, Callable[[], object]] = {"dualdist_": lambda: dd.allreduce_(tensor, "sum", name=name)}
     if dtype in raw.dtypes:
-        calls |= {"raw_": lambda: raw.allreduce_(tensor), "raw": lambda: raw.allreduce(tensor)}
+        calls["raw_"] = lambda: raw.allreduce_(tensor)
     if dtype in peers:
         calls["deepspeed_"] = lambda: peers[dtype](tensor)
     _check_sums(calls, tensor)
@@ -269,8 +264,8 @@ def _check_sums(calls: Calls, tensor: torch.Tensor) -> None:
     expected = float(sum(range(1, dd.size() + 1)))
     for name, call in calls.items():
         tensor.fill_(dd.rank() + 1)
-        result = call()
-        if not bool(((result if isinstance(result, torch.Tensor) else tensor) == expected).all()):
+        call()
+        if not bool((tensor == expected).all()):
             raise CollectiveError(f"{name} of {tensor.numel()} elements did not give the sum {expected:g}")
     tensor.zero_()
 

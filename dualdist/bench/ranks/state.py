@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dualdist as dd
 from dualdist.bench.jobs import STATE_CALLS, StateOptions
-from dualdist.bench.ranks.measurements import RankTimings, merge_ranks, round_order
+from dualdist.bench.ranks.measurements import interleave, merge_ranks
 from dualdist.bench.ranks.training import torch_group
-from dualdist.utils.machine import read_cpu, reset_peak, resident_kib
-from dualdist.utils.network_interfaces import boot_id
+from dualdist.utils.machine import reset_peak, resident_kib
 
 LAYER_WIDTH = 2048  # 16 MiB of float32
 
@@ -30,20 +29,9 @@ def measure_state(options: StateOptions, folder: Path) -> dict[str, Any]:
         calls = _calls(model, folder / "dualdist", folder / "torch.pt")
         for call in calls.values():  # writes the files
             call()
-        timings = RankTimings(boot_id(), {name: [] for name in calls}, {name: [] for name in calls})
         peaks: dict[str, list[int]] = {name: [] for name in calls}
-        for number in range(options.rounds):
-            before = read_cpu()
-            for name in round_order(list(calls), number):
-                dd.barrier()
-                reset_peak()
-                cpu, start = time.process_time(), time.perf_counter()
-                result = calls[name]()
-                timings.seconds[name].append(time.perf_counter() - start)
-                timings.cpu_s[name].append(time.process_time() - cpu)
-                peaks[name].append(1024 * ((resident_kib(peak=True) or 0) - (resident_kib() or 0)))
-                del result
-            timings.rounds.append(read_cpu().since(before))
+        measured = {name: partial(_measure_peak, call, peaks[name]) for name, call in calls.items()}
+        timings = interleave(measured, 1, options.rounds, device, warmup=0)
     of_ranks = dd.allgather_object(peaks)
     return {
         **merge_ranks(dd.allgather_object(timings)),
@@ -52,6 +40,14 @@ def measure_state(options: StateOptions, folder: Path) -> dict[str, Any]:
             name: [max(each) for each in zip(*(found[name] for found in of_ranks), strict=True)] for name in calls
         },
     }
+
+
+def _measure_peak(call: Callable[[], object], peaks: list[int]) -> None:
+    """Call, and append the largest resident size during the call minus that after it."""
+    reset_peak()
+    result = call()
+    peaks.append(1024 * ((resident_kib(peak=True) or 0) - (resident_kib() or 0)))
+    del result
 
 
 def _calls(model: nn.Module, ours: Path, torchs: Path) -> dict[str, Callable[[], object]]:

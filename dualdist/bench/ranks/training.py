@@ -18,6 +18,7 @@ from torch import nn
 
 import dualdist as dd
 from dualdist import c10d, session
+from dualdist.backends.native.libraries import both
 from dualdist.bench.jobs import COMPRESSED, DUALDIST, OPTIMIZERS, SHARDED_DUALDIST, StepOptions, TrainOptions
 from dualdist.ddp.optimizer import get_sent_bytes
 from dualdist.launch.exec_env import GLOO_INTERFACE
@@ -172,7 +173,7 @@ def is_by_dualdist(method: str) -> bool:
 
 
 def _ddp(model: nn.Module, device: torch.device, method: str) -> nn.Module:
-    options: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None, **DDP_FLAGS[method]}
+    options: dict[str, Any] = {"device_ids": None if device.type == "cpu" else [device.index], **DDP_FLAGS[method]}
     if method == "ddp_dualdist":
         options["process_group"] = dist.new_group(backend=c10d.NAME)
     with warnings.catch_warnings():  # torch 2.13 announces the renaming of broadcast_buffers
@@ -253,8 +254,7 @@ def torch_group_by_file(
 def _open_torch_group(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(both(device.type), store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield
     finally:

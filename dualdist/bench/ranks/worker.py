@@ -20,6 +20,7 @@ from dualdist.bench.jobs import AllreduceOptions, StateOptions, StepOptions, Tra
 from dualdist.environments import detect
 from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
+from dualdist.utils import accelerator
 from dualdist.utils.output_file import write_atomically
 
 # The options of each measurement, and its module and function; it imports torch, which a process that spawns does not.
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(measurement: str, given: dict[str, Any], path: Path) -> None:
     """Measure in a session; rank 0 writes the report, if there is one."""
     from dualdist import session
-    from dualdist.diagnostics import recording
+    from dualdist.bench import recording
 
     start_time = time.time()
     options_class, module, function = MEASUREMENTS[measurement]
@@ -67,9 +68,9 @@ def _measure(measurement: str, given: dict[str, Any], path: Path) -> None:
         return
     dd.init(timeout_s=options.timeout_s)
     try:
-        if options.device == "cuda" and dd.device().type != "cuda":
+        if options.device in accelerator.KINDS and dd.device().type != options.device:
             raise UnsupportedError(
-                "--device cuda, but torch sees no GPU here: leave it out, or hide no GPU from the ranks"
+                f"--device {options.device}, but torch sees none here: leave it out, or hide no GPU from the ranks"
             )
         run = recording.describe_run(session.current())
         more = {"train": (path.parent, start_time), "state": (path.parent,)}.get(measurement, ())

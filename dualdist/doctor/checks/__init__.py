@@ -22,20 +22,16 @@ Level = Literal["error", "warning", "info"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem: an error will stop the job, a warning may.
-
-    `fix` is what to do or type; `command` is the command line that `--fix` runs, () where none is safe to run.
-    """
+    """A problem: an error will stop the job, a warning may; `fix` is what to do or type."""
 
     level: Level
     name: str
     message: str
     why: str
     fix: str
-    command: tuple[str, ...] = ()
 
 
-# Constructors: (name, message, why, fix, command).
+# Constructors: (name, message, why, fix).
 error, warning, info = partial(Finding, "error"), partial(Finding, "warning"), partial(Finding, "info")
 
 
@@ -74,7 +70,3 @@ class DoctorContext:
     @property
     def is_multi_node(self) -> bool:
         return self.topology is not None and self.topology.num_nodes > 1
-
-    def command(self, *args: str) -> tuple[str, ...]:
-        """Return the command line of a Python module, such as pip."""
-        return (self.facts.python, "-m", *args)

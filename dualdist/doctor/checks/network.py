@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.checks import DoctorContext, Finding, error, info, warning
+from dualdist.doctor.checks import DoctorContext, Finding, error, warning
 from dualdist.doctor.facts import HostFacts
 from dualdist.environments.env_values import get_value
 from dualdist.launch.env_defaults import INTERFACE_VARIABLES
-from dualdist.utils.network_interfaces import LOOPBACK
+from dualdist.utils.network_interfaces import LOOPBACK, is_loopback
 
 SLOW_LOOKUP_S = 1.0
 # Bridges of containers and virtual machines have the same address on every host, and none leads to another host.
@@ -71,20 +71,13 @@ def _check_interfaces(context: DoctorContext) -> Iterator[Finding]:
             "in a container: docker run --network host",
         )
     bridges = [name for name in external if BRIDGES.match(name)]
-    if bridges and context.topology is not None and context.topology.mpi:
-        if not any(get_value(environ, name) for name in OPENMPI_INTERFACES):
-            yield warning(
-                "bridges",
-                f"this host has the bridge(s) {', '.join(bridges)}; other hosts may have the same address",
-                "Open MPI assumes that all hosts share every network, and hangs in the first allreduce",
-                f"mpirun --mca btl_tcp_if_exclude lo,{','.join(bridges)}; dualdist run -H does so automatically",
-            )
-    elif len(external) > 1 and not any(get_value(environ, name) for name in INTERFACE_VARIABLES):
-        yield info(
-            "several-networks",
-            f"this host has several networks: {_list_interfaces(host)}",
-            "if the hosts share only one of them, libraries may choose another",
-            "if ranks do not connect: dualdist run --network-interface, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+    is_excluded = any(get_value(environ, name) for name in OPENMPI_INTERFACES)
+    if bridges and not is_excluded and context.topology is not None and context.topology.mpi:
+        yield warning(
+            "bridges",
+            f"this host has the bridge(s) {', '.join(bridges)}; other hosts may have the same address",
+            "Open MPI assumes that all hosts share every network, and hangs in the first allreduce",
+            f"mpirun --mca btl_tcp_if_exclude lo,{','.join(bridges)}; dualdist run -H does so automatically",
         )
 
 
@@ -99,7 +92,7 @@ def _check_master(context: DoctorContext) -> Iterator[Finding]:
             "no rank can connect to rank 0",
             "set MASTER_ADDR to a name or address that every host can resolve",
         )
-    elif context.is_multi_node and (topology.address == "localhost" or topology.address.startswith("127.")):
+    elif context.is_multi_node and is_loopback(topology.address):
         yield error(
             "master-is-loopback",
             f"the address of rank 0 is {topology.address}, but the job is on {topology.num_nodes} hosts",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 
 from dualdist.doctor.checks import DoctorContext, Finding, error, info, warning
-from dualdist.doctor.facts import HIDE_ALL, VISIBLE
+from dualdist.environments import visible_devices
 from dualdist.horovod_build.machine import OLDEST_TORCH
 from dualdist.utils.extension import VARIABLE
 from dualdist.utils.machine import CORE
@@ -28,7 +27,6 @@ def find(context: DoctorContext) -> Iterator[Finding]:
             "torch is not installed",
             "every backend needs it",
             "pip install torch, or a build for your CUDA from https://pytorch.org/get-started/locally",
-            context.command("pip", "install", "torch"),
         )
     elif isinstance(probe, str):
         yield error(
@@ -72,21 +70,20 @@ def _check_core(installed: str, context: DoctorContext) -> Iterator[Finding]:
     if context.facts.versions.get(CORE) != "Python" or context.environ.get(VARIABLE) == "1":
         return
     others = ", ".join(context.facts.core_built_for)
-    args = ("install", "--no-deps", "--no-build-isolation", "--force-reinstall", "--no-binary", "dualdist", "dualdist")
     yield Finding(
         "warning" if others else "info",
         "core-not-built",
         f"dualdist's C++ extension was built for {others} (torch and sources), not for torch {installed} and these"
         if others
         else f"dualdist's C++ extension was not built for torch {installed}",
-        "Python takes its place: the same results, but gradients and shared memory cost more time",
-        f"with g++ on PATH: pip {' '.join(args)}; in a clone: make setup",
-        context.command("pip", *args),
+        "Python packs the gradients, in more time, and ranks of a host use Gloo instead of shared memory",
+        "with g++ on PATH: pip install --no-deps --no-build-isolation --force-reinstall --no-binary dualdist dualdist; "
+        "in a clone: make setup",
     )
 
 
 def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Finding]:
-    gpus, visible = context.facts.host.gpus, context.environ.get(VISIBLE)
+    gpus = context.facts.host.gpus
     is_gpu_build = probe.cuda is not None or probe.hip is not None
     if gpus and not is_gpu_build:
         yield warning(
@@ -94,9 +91,9 @@ def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
             f"this host has {gpus} GPU(s), but torch {probe.version} is a CPU build",
             "everything runs on the CPU",
             f"pip install --force-reinstall --no-deps torch=={_release(probe.version)} with the index of your CUDA, "
-            f"such as --index-url {INDEX}/cu128, or hide the GPUs on purpose: {VISIBLE}=",
+            f"such as --index-url {INDEX}/cu128, or hide the GPUs on purpose: {visible_devices.CUDA}=",
         )
-    elif is_gpu_build and not probe.gpus and gpus and visible not in HIDE_ALL:
+    elif is_gpu_build and not probe.gpus and gpus and not visible_devices.hides_all(context.environ):
         reason = f": {probe.gpu_warning.strip()}" if probe.gpu_warning else ""
         yield warning(
             "torch-sees-no-gpu",
@@ -115,38 +112,25 @@ def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
 
 
 def _check_torchvision(probe: TorchProbe, context: DoctorContext) -> Iterator[Finding]:
-    installed, required = context.facts.versions.get("torchvision"), context.facts.torchvision_requires
-    if installed is None:
+    installed = context.facts.versions.get("torchvision")
+    if installed is None or probe.has_vision_operators is not False:
         return
     build = probe.version.partition("+")[2]
-    index = ("--index-url", f"{INDEX}/{build}") if build else ()
-    args = ("install", "--no-deps", "--force-reinstall", f"torchvision{_matching_torchvision(probe.version)}", *index)
-    fix, command = f"pip {shlex.join(args)}", context.command("pip", *args)
-    if required is not None and _release(required) != _release(probe.version):
-        yield warning(
-            "torchvision-other-torch",
-            f"torchvision {installed} is built for torch {required}, but torch {probe.version} is installed",
-            "`import torchvision` or its operators fail; without --no-deps pip may replace torch",
-            fix,
-            command,
-        )
-    elif probe.has_vision_operators is False:
-        yield info(
-            "torchvision-operators",
-            f"the compiled operators of torchvision {installed} do not load with torch {probe.version}",
-            "a plain `import torchvision` raises `operator torchvision::nms does not exist`",
-            "import it by dualdist.utils.torchvision_import.load_torchvision(), which needs none of them, as examples "
-            f"do; or {fix}",
-            command,
-        )
+    index = f" --index-url {INDEX}/{build}" if build else ""
+    yield info(
+        "torchvision-operators",
+        f"the compiled operators of torchvision {installed} do not load with torch {probe.version}",
+        "a plain `import torchvision` raises `operator torchvision::nms does not exist`",
+        f"pip install --no-deps --force-reinstall '{_matching_torchvision(probe.version)}'{index}; or import it by "
+        "dualdist.utils.torchvision_import.load_torchvision(), which needs no operators, as examples do",
+    )
 
 
 def _matching_torchvision(torch: str) -> str:
     numbers = re.match(r"2\.(\d+)\.(\d+)", torch)
-    if numbers is None:
-        return "==(see pytorch.org)"
-    minor = int(numbers[1])
-    return f">={UNPAIRED_TORCHVISION}" if minor >= UNPAIRED_TORCH else f"==0.{minor + TORCHVISION_OFFSET}.{numbers[2]}"
+    if numbers is None or int(numbers[1]) >= UNPAIRED_TORCH:
+        return f"torchvision>={UNPAIRED_TORCHVISION}"
+    return f"torchvision==0.{int(numbers[1]) + TORCHVISION_OFFSET}.{numbers[2]}"
 
 
 def _release(version: str) -> str:

@@ -1,26 +1,29 @@
-"""Launchers: one description each, from which the command lines, options and errors that concern them are derived.
+"""The launchers. To add one, write a module with its Launcher (base.py), and add that to ALL.
 
-To add one, write its commands and its Launcher in a module of this package, and add it to ALL; what a user installs for
-it, to INSTALL_HINTS of job.py;
-dualdist/environments is where its ranks find who they are. If it starts MPI, add its name to MPI_LAUNCHERS of
-rendezvous/backend_selection.py; if it shows each rank only some of the host's GPUs, to RESTRICTS_GPUS of
-doctor/checks/host.py.
+Command lines, options, completions and errors follow from its description. dualdist/environments is where its ranks
+find who they are.
 """
 
 from collections.abc import Collection, Iterator
 
 from dualdist.backends import registry
-from dualdist.launch.job import Command, Job, Launcher, Site
+from dualdist.launch.job import Command, Job, Site
+from dualdist.launch.launchers.base import Launcher
 from dualdist.launch.launchers.horovodrun import HOROVODRUN, HOROVODRUN_MPI
+from dualdist.launch.launchers.jsrun import JSRUN
 from dualdist.launch.launchers.mpirun import MPIRUN
-from dualdist.launch.launchers.simple import JSRUN, PYTHON, SPAWN, SRUN, TORCHRUN
+from dualdist.launch.launchers.python import PYTHON
+from dualdist.launch.launchers.spawn import SPAWN
+from dualdist.launch.launchers.srun import SRUN
+from dualdist.launch.launchers.torchrun import TORCHRUN
 from dualdist.utils.suggest import did_you_mean, require_choice
 
 ALL = {each.name: each for each in (TORCHRUN, HOROVODRUN, HOROVODRUN_MPI, MPIRUN, SRUN, JSRUN, SPAWN, PYTHON)}
+PROGRAMS = {program.name for each in ALL.values() for program in each.programs}
 # Those that `dualdist run` starts.
 LAUNCHERS = {name: each for name, each in ALL.items() if each.commands is not None}
 MULTI_RANK_LAUNCHERS = tuple(name for name, each in LAUNCHERS.items() if not each.is_single_rank)
-ELASTIC_LAUNCHER = next(name for name, each in LAUNCHERS.items() if each.is_elastic)
+DEFAULT_LAUNCHER = TORCHRUN.name
 REBUILD = "build one with MPI by dualdist install-horovod --force"
 
 
@@ -50,6 +53,7 @@ def find_conflicts(
     ranks: int | None = None,
     has_hosts: bool = False,
     min_ranks: int | None = None,
+    elastic_timeout: float | None = None,
     horovod_has_mpi: bool | None = None,
     launchers: Collection[str] = LAUNCHERS.keys(),
 ) -> Iterator[tuple[str, str]]:
@@ -62,41 +66,47 @@ def find_conflicts(
         launchers: the launchers to choose from.
     """
     chosen = ALL.get(launcher or "")
+    uses_horovod = registry.uses_library(backend, registry.HOROVOD_LIBRARY)
     if chosen is not None:
-        yield from _mpi_conflicts(chosen, backend, transport, horovod_has_mpi, launchers)
+        if chosen.mpi == "never":
+            hint = f"choose {' or '.join(name for name in launchers if ALL[name].mpi != 'never')}"
+            needs = "needs a launcher that starts MPI, not"
+            if registry.needs_mpi(backend, None):
+                yield "backend", f"the backend {backend} {needs} {launcher}: {hint}"
+            if registry.needs_mpi(None, transport):
+                yield "transport", f"the transport {transport} {needs} {launcher}: {hint}"
+        if chosen.mpi == "always" and horovod_has_mpi is False and uses_horovod and transport is None:
+            built = "the installed Horovod was built without it: choose torchrun or the transport gloo"
+            yield "launcher", f"{launcher} starts MPI, but {built}, or {REBUILD}"
         if chosen.commands is None and launcher not in launchers:
             yield "launcher", f"only job scripts use {launcher}: add --scheduler, or choose {' or '.join(launchers)}"
-        if min_ranks is not None and not chosen.is_elastic:
-            message = f"only {ELASTIC_LAUNCHER} goes on with fewer ranks, not {launcher}: choose it, or max_restarts"
-            yield "min_ranks", message
+        yield from _elastic_conflicts(chosen, backend if uses_horovod else None, min_ranks, elastic_timeout)
         if chosen.is_single_rank and (has_hosts or ranks not in (None, 1)):
-            yield "launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn"
-    spec = registry.find(backend)
-    if spec is not None and transport is not None and transport not in spec.transports:
-        valid = spec.transports
-        choices = f"{'one of ' * (len(valid) > 1)}{', '.join(valid)}"
-        message = f"expected {choices} for the backend {backend}, not {transport}"
-        yield "transport", message + did_you_mean(transport, valid)
-    uses_horovod = registry.uses_library(backend, registry.HOROVOD_LIBRARY)
+            yield "launcher", f"plain {launcher} starts one rank on this host: choose torchrun, mpirun or spawn"
+    yield from _transport_conflicts(backend, transport)
     if horovod_has_mpi is False and uses_horovod and transport == "mpi":
         yield "transport", f"the installed Horovod was built without MPI: {REBUILD}"
 
 
-def _mpi_conflicts(
-    launcher: Launcher,
-    backend: str | None,
-    transport: str | None,
-    horovod_has_mpi: bool | None,
-    launchers: Collection[str],
+def _elastic_conflicts(
+    launcher: Launcher, horovod: str | None, min_ranks: int | None, elastic_timeout: float | None
 ) -> Iterator[tuple[str, str]]:
-    for setting, value, needs_mpi in (
-        ("backend", backend, registry.needs_mpi(backend, None)),
-        ("transport", transport, registry.needs_mpi(None, transport)),
-    ):
-        if needs_mpi and launcher.mpi == "never":
-            hint = f"choose {' or '.join(name for name in launchers if ALL[name].mpi != 'never')}"
-            yield setting, f"the {setting} {value} needs a launcher that starts MPI, not {launcher.name}: {hint}"
-    uses_horovod = registry.uses_library(backend, registry.HOROVOD_LIBRARY)
-    if launcher.mpi == "always" and horovod_has_mpi is False and uses_horovod and transport is None:
-        built = "the installed Horovod was built without it: choose torchrun or the transport gloo"
-        yield "launcher", f"{launcher.name} starts MPI, but {built}, or {REBUILD}"
+    """Yield as find_conflicts() does; `horovod` is the name of the backend if it is Horovod's."""
+    if elastic_timeout is not None and (min_ranks is None or launcher.elastic != "dualdist run"):
+        yield "elastic_timeout", f"only {SPAWN.name} with min_ranks waits for ranks: leave it out, or choose both"
+    if min_ranks is None:
+        return
+    if launcher.elastic == "no":
+        able = " and ".join(name for name, each in LAUNCHERS.items() if each.elastic != "no")
+        yield "min_ranks", f"only {able} continue with fewer ranks, not {launcher.name}: choose one, or max_restarts"
+    if launcher.elastic == "dualdist run" and horovod is not None:
+        yield "backend", f"{horovod} continues with fewer ranks under {HOROVODRUN.name} only: choose that, or native"
+
+
+def _transport_conflicts(backend: str | None, transport: str | None) -> Iterator[tuple[str, str]]:
+    spec = registry.find(backend)
+    if spec is not None and transport is not None and transport not in spec.transports:
+        valid = spec.transports
+        choices = f"one of {', '.join(valid)}" if len(valid) > 1 else valid[0]
+        message = f"expected {choices} for the backend {backend}, not {transport}"
+        yield "transport", message + did_you_mean(transport, valid)

@@ -1,12 +1,16 @@
 """horovodrun, Horovod's launcher: it starts the ranks itself (--gloo), or by mpirun (--mpi)."""
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Job, Launcher, Site
-from dualdist.launch.launchers.mpirun import rsh_agent_variables
+from dualdist.launch.job import Command, Job, LauncherProgram, Site
+from dualdist.launch.launchers import mpirun
+from dualdist.launch.launchers.base import Launcher
+from dualdist.launch.script_request import ScriptRequest
 
+PROGRAM = LauncherProgram("horovodrun", "it comes with Horovod: dualdist install-horovod")
 LOCALHOST = "localhost"
 LOOPBACK = "lo"
 # Seconds until a host that lost a rank is used again, at first and at most; by default horovodrun never uses it again.
@@ -24,7 +28,7 @@ def gloo_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 
 def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    site.path_of("mpirun")
+    site.path_of(mpirun.PROGRAM)
     if site.mpi == "openmpi5":
         raise LaunchError(
             "horovodrun --mpi passes options that Open MPI 5 does not know: start the job with mpirun itself, "
@@ -37,19 +41,19 @@ def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
     # horovodrun finds mpirun, and its ranks find python, on PATH. It exports its whole environment to all hosts.
     has_clean_env = _is_multi_host(job)
     own = {**(site.launcher_env if has_clean_env else {}), "PATH": site.path}
-    variables = {**own, **job.variables(), **(rsh_agent_variables(site) if controller == "--mpi" else {})}
+    variables = {**own, **job.variables(), **(mpirun.rsh_agent_variables(site) if controller == "--mpi" else {})}
     flags = [controller, "-np", str(job.ranks)]
     if job.min_ranks is not None:
         flags += _elastic(job, job.min_ranks)
     if job.hosts and controller == "--mpi" and site.mpi == "openmpi4":
         # It starts mpirun without a path, which then searches its daemon on PATH of the other hosts.
-        flags.append(f"--mpi-args=--prefix {Path(site.path_of('mpirun')).parent.parent}")
+        flags.append(f"--mpi-args=--prefix {Path(site.path_of(mpirun.PROGRAM)).parent.parent}")
     if job.hosts:
         # It caches for an hour what it found out about ssh and interfaces.
-        flags += ["-H", ",".join(map(str, job.hosts)), "--disable-cache"]
+        flags += ["-H", job.host_list("horovodrun"), "--disable-cache"]
     if job.interface is not None and job.min_ranks is None:
         flags += ["--network-interfaces", job.interface]
-    argv = (site.path_of("horovodrun"), *flags, site.python, *job.program)
+    argv = (site.path_of(PROGRAM), *flags, site.python, *job.program)
     return (Command(argv, variables, prefix=OUTPUT_PREFIX, has_clean_env=has_clean_env),)
 
 
@@ -80,5 +84,15 @@ def localhost_spellings(count: int) -> list[str]:
     ]
 
 
-HOROVODRUN = Launcher("horovodrun", gloo_commands, is_elastic=True)
-HOROVODRUN_MPI = Launcher("horovodrun-mpi", mpi_commands, mpi="always")
+def script_refusals(request: ScriptRequest) -> Iterator[str]:
+    if request.container:
+        yield (
+            "horovodrun starts ranks by ssh, outside of any container: choose another launcher, "
+            "the backend horovod runs under all of them"
+        )
+    if request.transport == "mpi":
+        yield "horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself"
+
+
+HOROVODRUN = Launcher("horovodrun", gloo_commands, (PROGRAM,), elastic="itself", script_refusals=script_refusals)
+HOROVODRUN_MPI = Launcher("horovodrun-mpi", mpi_commands, (PROGRAM, mpirun.PROGRAM), mpi="always")

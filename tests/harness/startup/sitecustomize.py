@@ -12,7 +12,8 @@ leaves, all of which live until the process ends: a quarter of the processor tim
 ends. What the program itself makes is collected as everywhere.
 
 The first optimizer that steps imports torch's compiler (`torch._dynamo`), only to tell it which functions it must leave
-alone: 2 CPU seconds, as much as torch itself. Here it is imported when anything else of it is used.
+alone, and the next init_process_group() clears a cache of it: 2 CPU seconds, as much as torch itself. Here it is
+imported when anything else of it is used.
 
 A third of torch's own import are functions in Python that tell the shapes of results (`torch._meta_registrations`), for
 compilers, fake tensors and DTensor: here they are imported before the first of USES_SHAPES. As this is
@@ -131,8 +132,20 @@ class _Loaded(Loader):
             module.__spec__.loader = self._loader
 
 
+class _Rules:
+    """What init_process_group() uses of the compiler's rules; any other attribute loads them."""
+
+    def clear_lru_cache(self) -> None:
+        """Do nothing: nothing has been cached."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"{COMPILER}.trace_rules"), name)
+
+
 class _Compiler(ModuleType):
-    """What torch's optimizers use of the compiler; any other attribute loads it."""
+    """What torch's optimizers and process groups use of the compiler; any other attribute loads it."""
+
+    trace_rules = _Rules()
 
     def graph_break(self, msg: str = "") -> None:
         """Do nothing, as the compiler does where nothing is being compiled."""

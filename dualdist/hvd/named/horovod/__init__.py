@@ -9,4 +9,4 @@ __version__ = "0.28.1"
 __all__ = ["run"]
 
 install()
-vars(importlib.import_module("horovod.runner"))["run"] = run  # else an empty package
+vars(importlib.import_module("horovod.runner"))["run"] = run  # the alias makes horovod.runner an empty package

@@ -1,0 +1,1 @@
+"""The operations on all ranks that a training script calls."""
