@@ -15,24 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dualdist.environments import slurm
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
-from dualdist.launch.env_defaults import SLURM_TASKS, allocated_tasks, rank_variables
+from dualdist.launch.allocation import allocated_hosts, node_cores, spread
+from dualdist.launch.env_defaults import allocated_tasks, rank_variables
 from dualdist.launch.execute import run_command
 from dualdist.launch.hosts import is_local_host, parse_hosts, read_hostfile
 from dualdist.launch.job import Command, Host, Job, Site, slots_error
 from dualdist.launch.launchers.srun import PROGRAM as SRUN
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.machine import usable_cores
-from dualdist.utils.package_probe import TORCH_S, run_tool
+from dualdist.utils.package_probe import TORCH_S
 
 DEFAULT_RANKS = 2
 PROBE = ("-m", "dualdist.bench.placement")
 WITH_GPUS = "--gpus"
-NODES, NODE_TASKS, NODE_CPUS = "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE"
 NODE_NAME, TASK_GPUS = "SLURMD_NODENAME", "SLURM_GPUS_PER_TASK"
-PBS_JOB, PBS_HOSTS = "PBS_JOBID", "PBS_NODEFILE"
 
 
 @dataclass(frozen=True)
@@ -94,53 +92,13 @@ def find_placement(
         found = allocated_hosts(environ)
         ranks = ranks or max(DEFAULT_RANKS, sum(host.slots for host in found))
         is_elsewhere = len(found) > 1
-        found = _spread(found, ranks) if is_elsewhere else ()
+        found = spread(found, ranks) if is_elsewhere else ()
     if error := slots_error(ranks, found):
         raise UsageError(error)
     if not is_elsewhere:
         return Placement(interface=interface), ranks
     taken = Job(("-",), ranks, hosts=found).ranks_by_host()
     return Placement(tuple(Host(host.name, count) for host, count in taken), interface, is_slurm), ranks
-
-
-def allocated_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts of this Slurm or PBS allocation, with a slot per task; () outside, and in a step of srun."""
-    if allocated_tasks(environ) is not None:
-        names = _slurm_names(environ)
-        has_tasks = bool(environ.get(SLURM_TASKS))  # without --ntasks Slurm counts cores
-        slots = _counts(environ, NODE_TASKS) if has_tasks else [1] * len(names)
-        return tuple(Host(name, count) for name, count in zip(names, slots, strict=True))
-    if environ.get(PBS_JOB) and environ.get(PBS_HOSTS):
-        return read_hostfile(Path(environ[PBS_HOSTS]))
-    return ()
-
-
-def _slurm_names(environ: Mapping[str, str]) -> list[str]:
-    code, output = run_tool(["scontrol", "show", "hostnames", environ.get(NODES, "")], environ)
-    if code != 0 or not output.split():
-        raise LaunchError(f"`scontrol show hostnames {environ.get(NODES, '')}` names no nodes: {output.strip()}")
-    return output.split()
-
-
-def _counts(environ: Mapping[str, str], name: str) -> list[int]:
-    """Return a number for each node of this allocation: "2(x2),1" is 2, 2 and 1."""
-    matches = [slurm.COUNT.fullmatch(item) for item in environ.get(name, "").split(",")]
-    if None in matches:
-        raise LaunchError(f'{name}={environ.get(name, "")!r}: expected counts such as "2(x2),1"; is this a Slurm job?')
-    return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
-
-
-def _spread(hosts: tuple[Host, ...], ranks: int) -> tuple[Host, ...]:
-    """Return the nodes of an allocation with equally many of the ranks, unless these are as many as its tasks."""
-    if ranks == sum(host.slots for host in hosts):
-        return hosts
-    if ranks % len(hosts):
-        names = ",".join(host.name for host in hosts)
-        raise UsageError(
-            f"{ranks} ranks on the {len(hosts)} nodes of this allocation ({names}): expected a multiple of "
-            f"{len(hosts)}, or -H with the ranks of each"
-        )
-    return tuple(Host(host.name, ranks // len(hosts)) for host in hosts)
 
 
 def probe_hosts(
@@ -165,7 +123,7 @@ def probe_hosts(
     facts = [found[host.name] for host in placement.hosts]
     gpus, cores = [each.gpus for each in facts], [each.cores for each in facts]
     if placement.is_slurm:  # a task has its own cores, and perhaps its own GPUs
-        by_name = dict(zip(_slurm_names(environ), _counts(environ, NODE_CPUS), strict=True))
+        by_name = node_cores(environ)
         cores = [by_name.get(host.name, own) for host, own in zip(placement.hosts, cores, strict=True)]
         if environ.get(TASK_GPUS):
             gpus = [own * host.slots for host, own in zip(placement.hosts, gpus, strict=True)]
