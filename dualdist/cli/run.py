@@ -15,12 +15,17 @@ from dualdist.backends import registry
 from dualdist.cli.help_formatter import set_completions
 from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
-from dualdist.launch.env_defaults import allocated_tasks, default_launcher
+from dualdist.launch.allocation import elastic_hosts, node_cores
+from dualdist.launch.elastic_supervisor import ELASTIC_TIMEOUT_S
+from dualdist.launch.env_defaults import allocated_tasks, default_launcher, rank_variables
 from dualdist.launch.exec_env import check_torch_backend
+from dualdist.launch.execute import find_site
 from dualdist.launch.failure import describe_failure
-from dualdist.launch.hosts import read_hostfile
-from dualdist.launch.job import VARIABLE_NAME, Command, Job, slots_error
+from dualdist.launch.host_discovery import HostDiscovery
+from dualdist.launch.hosts import check_hosts, read_hostfile
+from dualdist.launch.job import VARIABLE_NAME, Command, Host, Job, slots_error
 from dualdist.launch.launchers import ALL, DEFAULT_LAUNCHER, LAUNCHERS, find_conflicts
+from dualdist.launch.launchers.spawn import SPAWN
 from dualdist.launch.option import add_options, given_options, options_of
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.run_request import RunRequest
@@ -53,6 +58,8 @@ COMMON = {
 }
 # Options, and their dests, that are taken for one of ours also after the program.
 LATE = {**dict.fromkeys(("-np", "--np", "--nproc-per-node", "--nproc_per_node"), "ranks"), "--launcher": "launcher"}
+# Only `dualdist run --min-ranks` itself takes these.
+ELASTIC_OPTIONS = ("elastic_timeout", "max_ranks", "host_discovery_script")
 # Schedulers that choose the nodes, so that the hosts of a job file do not limit the ranks.
 NODE_CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit is not None]
 
@@ -148,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
     for name in (*given_options(Resources, args), *(name for name in ("write", "submit") if getattr(args, name))):
         raise UsageError(f"--{name.replace('_', '-')} is an option of job scripts: add --scheduler NAME")
     check_writable("--json", args.json)
+    _check_elastic(request)
     hosts = request.other_hosts
     launcher, ranks = _resolve(request, has_hosts=bool(hosts), is_verbose=args.verbose)
     for setting, message in find_conflicts(
@@ -157,10 +165,18 @@ def run(args: argparse.Namespace) -> int:
         ranks=ranks,
         has_hosts=bool(hosts),
         min_ranks=request.min_ranks,
-        elastic_timeout=request.elastic_timeout,
+        elastic=[name for name in ELASTIC_OPTIONS if getattr(request, name) is not None],
         horovod_has_mpi=getattr(read_record(), "mpi", None),
     ):
         raise UsageError(places.get(setting, "") + message)
+    discovery, uses_allocation = None, False
+    if request.min_ranks is not None and launcher == SPAWN.name:
+        discovery, uses_allocation = _discover(request), not request.hosts
+        hosts, ranks = _elastic_places(request, discovery) or (hosts, ranks)
+        if ranks < request.min_ranks and discovery is not None:
+            few = f"found {ranks} slots in time, of at least {request.min_ranks} (--min-ranks): start the job again"
+            print(f"dualdist run: {request.host_discovery_script} {few}", file=sys.stderr)
+            return REQUEUE
     job = Job(
         program,
         ranks,
@@ -171,11 +187,19 @@ def run(args: argparse.Namespace) -> int:
         nodes=None,
         interface=request.network_interface,
         min_ranks=request.min_ranks,
+        uses_allocation=uses_allocation,
     )
     stdout = 2 if args.json == "-" else None
     with termination_raises():
         report = run_job(
-            job, launcher, request, os.environ, is_dry=args.dry_run, is_verbose=args.verbose, stdout=stdout
+            job,
+            launcher,
+            request,
+            os.environ,
+            is_dry=args.dry_run,
+            is_verbose=args.verbose,
+            stdout=stdout,
+            discovery=discovery,
         )
     if args.dry_run:
         print("\n".join(shell_lines(report.commands)))
@@ -183,6 +207,42 @@ def run(args: argparse.Namespace) -> int:
         report_failure(report)
     write_json(args.json, report.to_json())
     return 0 if report.outcome is None else report.outcome.code
+
+
+def _check_elastic(request: RunRequest) -> None:
+    """Raise UsageError if options of an elastic job contradict each other."""
+    if request.max_ranks is not None and request.ranks is not None:
+        raise UsageError("-np and --max-ranks both say how many ranks run at most: give one of them")
+    if request.host_discovery_script is not None and (request.hosts or request.ranks is not None):
+        raise UsageError("--host-discovery-script says where to run, and on how many slots: leave out -np and hosts")
+
+
+def _discover(request: RunRequest) -> HostDiscovery | None:
+    """Return the hosts that the script of the request finds once they have enough slots, or have had the time for it.
+
+    None without a script.
+    """
+    if request.host_discovery_script is None:
+        return None
+    site = replace(find_site(), node_cores=node_cores(os.environ))
+    env = rank_variables(os.environ, request.env, threads=None, interface=None, has_hosts=True)
+    discovery = HostDiscovery(
+        request.host_discovery_script, lambda host: check_hosts([host], request.network_interface, site, env)
+    )
+    discovery.wait_for(request.min_ranks or 1, request.elastic_timeout or ELASTIC_TIMEOUT_S)
+    return discovery
+
+
+def _elastic_places(request: RunRequest, discovery: HostDiscovery | None) -> tuple[tuple[Host, ...], int] | None:
+    """Return the hosts that a script has found, or those of this allocation, and the ranks there; None for neither."""
+    if discovery is not None:
+        hosts, ranks = discovery.hosts, sum(host.slots for host in discovery.hosts)
+    else:
+        hosts, tasks = ((), None) if request.hosts else elastic_hosts(request.ranks, os.environ)
+        if tasks is None:
+            return None
+        ranks = tasks
+    return hosts, min(ranks, request.max_ranks or ranks)
 
 
 def _resolve(request: RunRequest, *, has_hosts: bool, is_verbose: bool) -> tuple[str, int]:

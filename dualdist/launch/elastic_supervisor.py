@@ -13,11 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from dualdist.launch.failure import RankEnd, exit_code, first_failure
 from dualdist.launch.generations import Generations, Order
+from dualdist.launch.host_discovery import HostDiscovery
+from dualdist.launch.job import Command, Host
 from dualdist.launch.supervisor import END_S, NOTICE_S, TICK_S, Connection, JobOutcome, Supervisor
 from dualdist.utils import control_channel
 from dualdist.utils.control_channel import Assignment, ProgramHello, ProgramReady, PublishedAddress, RankHello
@@ -29,10 +32,18 @@ ELASTIC_TIMEOUT_S = 600.0
 
 @dataclass
 class ElasticSupervisor(Supervisor):
-    """One run of a job; each command starts the program of a place, as often as `generations` says."""
+    """One run of a job; each command starts the program of a place, as often as `generations` says.
+
+    With `discovery` places come and go with the hosts that it finds, at most `max_places`. `make_command` starts the
+    program of a place on a host.
+    """
 
     min_ranks: int = 1
     elastic_timeout_s: float = ELASTIC_TIMEOUT_S
+    discovery: HostDiscovery | None = None
+    make_command: Callable[[int, Host], Command] | None = None
+    max_places: float = math.inf
+    host_names: list[str] = field(default_factory=list)  # of each place, with `discovery`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,6 +53,7 @@ class ElasticSupervisor(Supervisor):
         self._seen_ends = 0  # of self.ends
         self._member_ends: list[RankEnd] = []  # of the current generation's programs, with their ranks
         self._asked_at: dict[int, float] = {}  # when the program of a place was asked to end
+        self._offered: tuple[Host, ...] = ()  # the hosts that the places follow
 
     def _start_all(self) -> None:
         self._start_due()
@@ -60,6 +72,7 @@ class ElasticSupervisor(Supervisor):
             if self._forward_stop():
                 stopped_at = min(stopped_at, now)
             self._handle_ends()
+            self._follow_hosts()
             self._send(self._generations.next_orders(now))
             for place in self._generations.find_overdue(now):
                 self._end_place(place, now)
@@ -72,6 +85,28 @@ class ElasticSupervisor(Supervisor):
         if self._generations.problem:
             print(f"dualdist run: {self._generations.problem}", file=sys.stderr)
         return ""
+
+    def _follow_hosts(self) -> None:
+        """Add and withdraw places as hosts come and go."""
+        if self.discovery is None or self.discovery.hosts is self._offered:
+            return
+        assert self.make_command is not None
+        self._offered = self.discovery.hosts
+        slots = {host.name: host.slots for host in self._offered}
+        used: Counter[str] = Counter()
+        for place, name in enumerate(self.host_names):
+            if self._generations.places[place].is_withdrawn:
+                continue
+            if used[name] < slots.get(name, 0):
+                used[name] += 1
+            else:
+                self._generations.withdraw(place)
+        for host in self._offered:
+            while used[host.name] < host.slots and used.total() < self.max_places:
+                self.commands = [*self.commands, self.make_command(len(self.commands), host)]
+                self.host_names.append(host.name)
+                self._generations.add_place()
+                used[host.name] += 1
 
     def _handle_ends(self) -> None:
         """Record the ends that ranks have reported, then those of processes, which may report nothing."""

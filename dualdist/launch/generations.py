@@ -21,6 +21,9 @@ FORGIVEN_S = 300.0
 # Seconds for a program to be ready after the others' operations have already waited for it by their time limit.
 LATE_S = 5.0
 
+# To a program whose host is no longer offered.
+LEAVE = JobOver(0, "this host is no longer offered to the job: its program ends, and the others continue")
+
 Order = tuple[int, Assignment | RanksChange | JobOver]
 
 
@@ -34,9 +37,11 @@ class Place:
         code: the exit code of the last program; None while it runs, or if it was lost.
         losses: programs that were lost here, one after the other.
         starts_at: when the next program may start.
+        is_withdrawn: its host is no longer offered: the program leaves when the next generation begins.
     """
 
     runs: bool = False
+    is_withdrawn: bool = False
     rank: int | None = None
     ready: ProgramReady | None = None
     code: int | None = None
@@ -88,12 +93,20 @@ class Generations:
         has_members = any(place.is_member for place in self.places)
         if self.is_over or self._over is not None or (self.number > 0 and not has_members):
             return []
-        vacant = [n for n, each in enumerate(self.places) if not each.runs and not each.has_left]
+        vacant = [n for n, each in enumerate(self.places) if not (each.runs or each.has_left or each.is_withdrawn)]
         due = [n for n in vacant if self.places[n].starts_at <= now]
         for n in due:
             place = self.places[n]
             place.runs, place.rank, place.ready, place.code, place.started_at = True, None, None, None, now
         return due
+
+    def add_place(self) -> None:
+        """Add a place, at which a program is to be started."""
+        self.places.append(Place())
+
+    def withdraw(self, number: int) -> None:
+        """Let the program at a place leave when its generation has committed, and start no other."""
+        self.places[number].is_withdrawn = True
 
     def set_ready(self, number: int, message: ProgramReady, now: float) -> None:
         """Record that the program at a place waits for a rank."""
@@ -121,16 +134,17 @@ class Generations:
 
     def next_orders(self, now: float) -> list[Order]:
         """Return what to tell programs now; begin the next generation if its programs are ready."""
-        ready = [each for each in self.places if each.ready is not None]
+        waiting = [each for each in self.places if each.ready is not None]
+        ready = [each for each in waiting if not each.is_withdrawn]
         if not any(map(self._is_awaited, self.places)):
             self.is_over = True
             self.has_succeeded = all(self.places[n].code == 0 for n in self._last)
             return []
         if self._over is not None:
             return [*self._tell_over(self._over)]
-        if self._late_places() or not ready:
-            return [*self._announce_waiting()]
-        if self._had_state and not any(each.has_state for each in ready):
+        if self._late_places() or not waiting:
+            return [*self._announce_change()]
+        if ready and self._had_state and not any(each.has_state for each in ready):
             self.is_over = True
             self.problem = "no program is left that had the training's state: those that are had just joined"
             return []
@@ -146,10 +160,10 @@ class Generations:
         self._over = JobOver(REQUEUE, reason)
         return [*self._tell_over(self._over)]
 
-    def _tell_over(self, message: JobOver) -> Iterator[Order]:
+    def _tell_over(self, message: JobOver, *, withdrawn_only: bool = False) -> Iterator[Order]:
         """Tell each program that is ready, once."""
         for n, each in enumerate(self.places):
-            if each.ready is not None:
+            if each.ready is not None and (each.is_withdrawn or not withdrawn_only):
                 each.ready = None
                 yield n, message
 
@@ -171,13 +185,18 @@ class Generations:
         """Return True if the next generation does not begin without this program: any, at first."""
         return place.runs if self.number == 0 else place.is_member
 
-    def _announce_waiting(self) -> Iterator[Order]:
-        """Tell the current generation, once, that programs wait to join it."""
-        joining = [n for n, each in enumerate(self.places) if each.ready is not None and each.rank is None]
-        if self.number == 0 or not joining or self._were_told:
+    def _announce_change(self) -> Iterator[Order]:
+        """Tell the current generation, once, that programs wait to join it, or that some of it are to leave."""
+        if self.number == 0 or self._were_told:
+            return
+        if any(each.is_member and each.is_withdrawn for each in self.places):
+            reason = "a host is no longer offered"
+        elif any(each.ready is not None and each.rank is None and not each.is_withdrawn for each in self.places):
+            reason = "more ranks are ready to join"
+        else:
             return
         self._were_told = True
-        change = RanksChange(self.number, "more ranks are ready to join", is_lost=False)
+        change = RanksChange(self.number, reason, is_lost=False)
         yield from ((n, change) for n, each in enumerate(self.places) if each.is_member)
 
     def _begin_next(self) -> Iterator[Order]:
@@ -185,6 +204,7 @@ class Generations:
         self.number += 1
         self._were_told = self._is_broken = False
         self._ready_at = self._short_at = math.inf
+        yield from self._tell_over(LEAVE, withdrawn_only=True)
         ready = [n for n, each in enumerate(self.places) if each.ready is not None]
         self._last = sorted(ready, key=lambda n: (not self.places[n].has_state, self._rank_of(n), n))
         for rank, n in enumerate(self._last):

@@ -56,18 +56,23 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
     A line is "a slots=2" or "a:2", or "a" as often as it has slots; # begins a comment.
     """
+    if not (found := parse_host_lines(read_text(path, "host file"), str(path))):
+        raise UsageError(f"host file {path}: it names no host; expected lines such as `a slots=2`")
+    return found
+
+
+def parse_host_lines(text: str, source: str) -> tuple[Host, ...]:
+    """Return the hosts that the lines of a host file name; UsageError names the source and the line."""
     found = []
-    for number, line in enumerate(read_text(path, "host file").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip()
         if not words:
             continue
         match = LINE.fullmatch(words)
         slots = SLOTS.search(match["rest"] or "") if match else None
         if match is None or (match["rest"] and slots is None and "=" not in match["rest"]):
-            raise UsageError(f"{path}:{number}: expected a host and its slots, as in `a slots=2`, not {words!r}")
-        found.append(_host(match["name"], slots["slots"] if slots else match["slots"], f"{path}:{number}: "))
-    if not found:
-        raise UsageError(f"host file {path}: it names no host; expected lines such as `a slots=2`")
+            raise UsageError(f"{source}:{number}: expected a host and its slots, as in `a slots=2`, not {words!r}")
+        found.append(_host(match["name"], slots["slots"] if slots else match["slots"], f"{source}:{number}: "))
     return merge_hosts(found)
 
 

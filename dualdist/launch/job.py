@@ -40,6 +40,7 @@ class Job:
         interface: the network interface that the ranks use on every host.
         min_ranks: lost ranks are restarted while at least this many continue in the same processes; None: a lost rank
             ends the job.
+        uses_allocation: the hosts are those of this allocation: under Slurm srun reaches them, and not ssh.
     """
 
     program: tuple[str, ...]
@@ -51,6 +52,7 @@ class Job:
     nodes: int | None = 1
     interface: str | None = None
     min_ranks: int | None = None
+    uses_allocation: bool = False
 
     def __post_init__(self) -> None:
         if not self.program:
@@ -112,6 +114,7 @@ class Site:
         path: the PATH for programs that launchers start.
         mpi: the MPI implementation that mpirun belongs to.
         task_cpus: cores of each rank under srun; None for Slurm's default.
+        node_cores: cores of each node of a Slurm allocation; srun reaches these hosts, and ssh all others.
         folder: the working directory of the job, on every host.
         rendezvous: None if no host was probed for one.
         networks: the interfaces by which the hosts reach each other; empty if that is true of all interfaces.
@@ -126,6 +129,7 @@ class Site:
     mpi: Mpi = "unknown"
     is_root: bool = False
     task_cpus: int | None = None
+    node_cores: Mapping[str, int] = field(default_factory=dict)
     folder: str = "."
     rendezvous: RendezvousAddress | None = None
     networks: tuple[str, ...] = ()

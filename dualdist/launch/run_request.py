@@ -27,6 +27,8 @@ TORCH_BACKEND = (
 )
 MAX_RESTARTS = "restart all ranks after a failure (default: 0 times)"
 MIN_RANKS = "continue while N ranks are left, in the same processes; lost ones restart (see dd.elastic.run)"
+MAX_RANKS = "with --min-ranks: at most N ranks at a time, instead of -np or all slots"
+HOST_DISCOVERY = "with --min-ranks: a program that prints the hosts of now, as a:2 on each line; it is run every second"
 ELASTIC_TIMEOUT = "with --min-ranks: wait S seconds with fewer ranks, then exit with code 75 (default: 600)"
 TIMEOUT = "end the job after S seconds, with exit code 124"
 TAG_OUTPUT = "begin each line with its rank, [3], or [3 host] on several hosts"
@@ -73,6 +75,8 @@ class RunRequest:
     env: Mapping[str, str] = option(read_variables, "variables of every rank", flags=(), default={})
     max_restarts: int = option(whole(0), MAX_RESTARTS, "N", default=0, is_run_only=True)
     min_ranks: int | None = option(whole(1), MIN_RANKS, "N", is_run_only=True)
+    max_ranks: int | None = option(whole(1), MAX_RANKS, "N", is_run_only=True)
+    host_discovery_script: str | None = option(text, HOST_DISCOVERY, "FILE", is_run_only=True)
     elastic_timeout: float | None = option(seconds, ELASTIC_TIMEOUT, "S", is_run_only=True)
     timeout: float | None = option(seconds, TIMEOUT, "S", is_run_only=True)
     log_dir: str | None = option(
@@ -85,6 +89,8 @@ class RunRequest:
     @property
     def default_ranks(self) -> int:
         """The ranks: as given, else one per slot of the hosts, else 1."""
+        if self.max_ranks is not None:
+            return min(self.max_ranks, sum(host.slots for host in self.hosts) or self.max_ranks)
         return (sum(host.slots for host in self.hosts) or 1) if self.ranks is None else self.ranks
 
     @property

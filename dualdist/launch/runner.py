@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -12,11 +13,14 @@ from dataclasses import asdict, dataclass, replace
 
 from dualdist.environments.outer_job import outer_job_variables
 from dualdist.launch import env_defaults, rank, ssh
+from dualdist.launch.allocation import node_cores
 from dualdist.launch.elastic_supervisor import ELASTIC_TIMEOUT_S, ElasticSupervisor
 from dualdist.launch.execute import find_site
-from dualdist.launch.hosts import check_hosts, check_interface, probe_host
-from dualdist.launch.job import Command, Job, RendezvousAddress, Site
+from dualdist.launch.host_discovery import HostDiscovery
+from dualdist.launch.hosts import check_hosts, check_interface, is_local_host, probe_host
+from dualdist.launch.job import Command, Host, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
+from dualdist.launch.launchers.spawn import place_command
 from dualdist.launch.run_request import RunRequest
 from dualdist.launch.supervisor import JobOutcome, Supervisor, listen
 from dualdist.rendezvous.exec_rendezvous import RUN_RENDEZVOUS
@@ -52,10 +56,12 @@ def run_job(
     is_dry: bool,
     is_verbose: bool,
     stdout: int | None,
+    discovery: HostDiscovery | None = None,
 ) -> RunReport:
     """Run the job on all its hosts to its end, or build its commands in a dry run; LaunchError if it cannot start.
 
-    `stdout` is the file that its output goes to, if that is not standard output.
+    `stdout` is the file that its output goes to, if that is not standard output. With `discovery`, whose hosts the job
+    has, the hosts of an elastic job change.
     """
     # A job that a rank starts is not a part of the rank's job.
     outer = outer_job_variables(environ)
@@ -67,6 +73,8 @@ def run_job(
     server, address = listen((LOOPBACK,) if is_local else (*addresses, LOOPBACK), is_local=is_local)
     began, has_frames = time.monotonic(), LAUNCHERS[launcher].repeats_failures and not is_verbose
     own = {CONTROL_VARIABLE: address.dumps(), **({rank.FRAMES: "1"} if has_frames else {})}
+    if discovery is not None:
+        discovery.start()
     with server:
         for number in range(request.max_restarts + 1):
             if number:
@@ -75,12 +83,25 @@ def run_job(
                 site = site if job.hosts else replace(site, rendezvous=_local_rendezvous())
             spent_s, limit_s = time.monotonic() - began, request.timeout
             left_s = None if limit_s is None else max(0.0, limit_s - spent_s)
-            commands = _commands(launcher, replace(job, env={**job.env, **own}), site, outer, address.port)
+            started = replace(job, env={**job.env, **own})
+            commands = _commands(launcher, started, site, outer, address.port)
             running = (commands, server, address.token, environ, stdout)
             supervisor: Supervisor
             if job.min_ranks is not None and LAUNCHERS[launcher].elastic == "dualdist run":
-                timeout_s = request.elastic_timeout or ELASTIC_TIMEOUT_S
-                supervisor = ElasticSupervisor(*running, min_ranks=job.min_ranks, elastic_timeout_s=timeout_s)
+
+                def make_command(place: int, host: Host, job: Job = started, site: Site = site) -> Command:
+                    there = replace(host, is_local=is_local_host(host.name))
+                    return _wrap(place_command(job, site, place, there), site, outer, address.port)
+
+                supervisor = ElasticSupervisor(
+                    *running,
+                    min_ranks=job.min_ranks,
+                    elastic_timeout_s=request.elastic_timeout or ELASTIC_TIMEOUT_S,
+                    discovery=discovery,
+                    make_command=make_command,
+                    max_places=request.max_ranks or math.inf,
+                    host_names=[host.name for host, count in job.ranks_by_host() for _ in range(count)],
+                )
             else:
                 supervisor = Supervisor(
                     *running, launcher_restarts_ranks=job.min_ranks is not None, has_frames=has_frames
@@ -107,6 +128,8 @@ def _complete(
         site = replace(site, task_cpus=env_defaults.cpus_per_task(environ, job.ranks))
     if _is_single_host(job, launcher):
         check_interface(here.hostname, here, job.interface)
+    if job.uses_allocation:
+        site = replace(site, node_cores=node_cores(environ))
     if job.hosts:
         forwarded = env_defaults.rank_variables(environ, job.env, threads=None, interface=None, has_hosts=True)
         reached = check_hosts([host for host, _ in job.ranks_by_host()], job.interface, site, forwarded)
@@ -138,9 +161,13 @@ def _complete(
 def _commands(
     launcher: str, job: Job, site: Site, unset: Sequence[str], control_port: int | None = None
 ) -> tuple[Command, ...]:
-    commands = build_commands(launcher, job, site)
-    wrapped = [ssh.wrap_in_ssh(command, site, control_port=control_port) for command in commands]
-    return tuple(replace(command, unset=(*command.unset, *unset)) for command in wrapped)
+    return tuple(_wrap(command, site, unset, control_port) for command in build_commands(launcher, job, site))
+
+
+def _wrap(command: Command, site: Site, unset: Sequence[str], control_port: int | None) -> Command:
+    """Return the local command that runs the given one on its host, without the variables of an outer job."""
+    wrapped = ssh.wrap_remote(command, site, control_port=control_port)
+    return replace(wrapped, unset=(*wrapped.unset, *unset))
 
 
 def _redacted_commands(launcher: str, job: Job, site: Site, unset: Sequence[str]) -> tuple[Command, ...]:

@@ -1,5 +1,7 @@
 """ssh: command lines that run something on another host, their guard, programs of dualdist's there, and errors.
 
+srun reaches the nodes of a Slurm allocation, which often refuse ssh.
+
     python -m dualdist.launch.ssh [--env-from-stdin] ARGV...
 
 is the guard: it runs a command on a host that was reached by ssh, and ends it when that connection ends. With
@@ -20,11 +22,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import IO, Any
 
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
 from dualdist.launch.job import Command, Site
+from dualdist.launch.launchers.srun import step_argv
 from dualdist.launch.processes import signals_deferred
 from dualdist.utils import control_channel
 from dualdist.utils.control_channel import CONTROL_VARIABLE
@@ -59,14 +63,17 @@ FAILURES = (
 )
 
 
-def wrap_in_ssh(command: Command, site: Site, *, control_port: int | None = None) -> Command:
-    """Return the local command that runs the given one on its host, under a guard.
+def wrap_remote(command: Command, site: Site, *, control_port: int | None = None) -> Command:
+    """Return the local command that runs the given one on its host, by srun or by ssh under a guard.
 
-    ssh forwards `control_port` of that host to this one. All users of both hosts see command lines: secrets go to the
-    guard's standard input.
+    srun hands on its environment. ssh forwards `control_port` of that host to this one; as all users of both hosts see
+    command lines, secrets go to the guard's standard input.
     """
     if command.host is None:
         return command
+    if command.host in site.node_cores:
+        unset = tuple(name for name in site.secret_names if name not in command.env)
+        return replace(command, argv=step_argv(command.host, site, command.argv), host=None, unset=unset)
     private = {name: value for name, value in command.env.items() if name == CONTROL_VARIABLE or is_secret(name)}
     public = {name: value for name, value in command.env.items() if name not in private}
     guarded = [site.python, *GUARD, *([ENV_FROM_STDIN] if private else []), *command.argv]
@@ -77,7 +84,9 @@ def wrap_in_ssh(command: Command, site: Site, *, control_port: int | None = None
 
 
 def remote_python_argv(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """Return the argv that runs python with these arguments on a host; it exits by the codes above if it cannot."""
+    """Return the argv that runs python with these arguments on a host; of ssh it exits by the codes above."""
+    if host in site.node_cores:
+        return [*step_argv(host, site, [site.python, *words])]
     folder, python = shlex.quote(site.folder), shlex.quote(site.python)
     checks = f"cd {folder} || exit {NO_FOLDER}; test -x {python} || exit {NO_PYTHON}; "
     public = {name: value for name, value in env.items() if not is_secret(name)}

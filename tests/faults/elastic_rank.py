@@ -72,12 +72,20 @@ def send_signals(folder: Path, signals: str) -> None:
             os.kill(os.getpid(), signal.Signals[name])
 
 
-def wait(folder: Path, _: str) -> None:
+def wait(folder: Path, name: str) -> None:
     """Wait for a notice, from the test or another rank."""
-    if happens_first(folder, f"waiting-{dd.rank()}"):
+    if happens_first(folder, f"waiting-{dd.rank()}{name}"):
         last = training_state.last_step()
         while not (last.notice.kind or last._has_published):
             time.sleep(0.01)
+
+
+def offer(folder: Path, slots: str) -> None:
+    """Let the job's host discovery find so many slots on this host."""
+    if happens_first(folder, f"offered-{slots}"):
+        new = folder / "hosts.new"
+        new.write_text(f"localhost:{slots}\n")
+        new.rename(folder / "hosts")
 
 
 def pause(folder: Path, seconds: str) -> None:
@@ -92,6 +100,7 @@ FATES: dict[str, Callable[[Path, str], None]] = {
     "host-lost": lose_host,
     "signalled": send_signals,
     "waits": wait,
+    "offers": offer,
 }
 
 

@@ -1,6 +1,8 @@
 """`dualdist run --min-ranks`: programs that are left continue in their processes when one, or a host, is lost."""
 
 import random
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from faults.test_going_on import assert_trained
 from harness.effort import Effort
 from harness.hosts import Hosts
 from harness.jobs import REPORT_DIR, Launch, collect
-from harness.slurm import eventually
+from harness.slurm import Slurm, eventually
 from launch.running import RUN
 
 PROGRAM = elastic_rank.__file__
@@ -78,3 +80,50 @@ def test_ranks_continue_without_a_host_that_is_cut_off_and_with_it_when_it_is_ba
     found = collect(reports, 3, outcome)
     assert sorted(report["sizes"] for report in found) == [[3], [3, 2, 3], [3, 2, 3]]
     assert_trained(found)
+
+
+def test_survivors_continue_in_an_allocation(slurm: Slurm, launch: Launch) -> None:
+    """srun starts the programs on both nodes, and no ssh."""
+    folder = launch.directory / "run"
+    folder.mkdir()
+    run = [*RUN, "--min-ranks", "2", PROGRAM, str(folder), "1@5=killed:2", "all@9=waits"]
+    reports = launch.reports([*slurm.salloc("-N2", "-n3"), *run], 3, env={**slurm.env, "NOISY": "0"})
+    assert sorted(report["sizes"] for report in reports) == [[3], [3, 2, 3], [3, 2, 3]]
+    assert_trained(reports)
+
+
+def test_ranks_follow_the_hosts_that_a_script_finds(launch: Launch) -> None:
+    """From two ranks to three, and to one: the programs that leave exit with code 0."""
+    folder = launch.directory / "run"
+    folder.mkdir()
+    elastic_rank.offer(folder, "2")
+    script = Path(launch.write("hosts.sh", f"#!/bin/sh\ncat {shlex.quote(str(folder / 'hosts'))}\n"))
+    script.chmod(0o755)
+    fates = ["0@3=offers:3", "all@4=waits:more", "0@9=offers:1", "all@10=waits:fewer"]
+    argv = [*RUN, "--min-ranks", "1", "--host-discovery-script", str(script), PROGRAM, str(folder), *fates]
+    (report,) = launch.reports(argv, 1, env={"NOISY": "0"})
+    assert report["sizes"] == [2, 3, 1]
+    assert_trained([report])
+
+
+def test_srun_leaves_survivors_alone_if_it_is_told_to(slurm: Slurm, launch: Launch) -> None:
+    """They get one error, and may save what they have."""
+    code = (
+        "import os, signal, dualdist as dd, torch\n"
+        "from harness.jobs import report\n"
+        "dd.init(timeout_s=30)\n"
+        "dd.barrier()\n"
+        "if dd.rank() == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try:\n"
+        "    dd.allreduce(torch.ones(1))\n"
+        "except dd.DualdistError as error:\n"
+        "    report(0, {'error': str(error)})\n"
+    )
+    program = launch.write("survivor.py", code)
+    folder = launch.directory / "reports"
+    folder.mkdir()
+    srun = slurm.srun("-N2", "-n2", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+    outcome = launch([*srun, sys.executable, program], env={**slurm.env, REPORT_DIR: str(folder)}, check=False)
+    (report,) = collect(folder, 1, outcome)
+    assert "rank 1" in report["error"], report

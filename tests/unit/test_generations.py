@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dualdist.launch.generations import COOLDOWN_S, LATE_S, Generations, Order
+from dualdist.launch.generations import COOLDOWN_S, LATE_S, LEAVE, Generations, Order
 from dualdist.utils.control_channel import Assignment, JobOver, ProgramReady, RanksChange
 from dualdist.utils.variables import REQUEUE
 
@@ -153,6 +153,24 @@ def test_a_job_that_has_given_up_starts_and_assigns_nothing_more() -> None:
     assert job.start_due(1000.0) == []
 
 
+def test_programs_of_a_withdrawn_place_leave_when_the_others_have_committed() -> None:
+    job = begun(places=2, min_ranks=1)
+    job.withdraw(0)
+    job.add_place()
+    leaving = RanksChange(1, "a host is no longer offered", is_lost=False)
+    assert job.next_orders(1.0) == [(0, leaving), (1, leaving)]
+    assert job.start_due(1.0) == [2]
+    for place in (0, 1):
+        job.set_ready(place, HAS_STATE, 2.0)
+    assert job.next_orders(2.0) == [(0, LEAVE), (1, Assignment(2, 0, 1))]
+    assert job.set_ended(0, 0, 3.0) == []
+    assert job.start_due(100.0) == []
+    job.set_ready(2, READY, 4.0)
+    assert [place for place, _ in job.next_orders(4.0)] == [1]
+    job.set_ready(1, HAS_STATE, 5.0)
+    assert ranks(job.next_orders(5.0)) == {1: 0, 2: 1}
+
+
 def happenings(job: Generations, draw: random.Random, now: float) -> Iterator[list[Order]]:
     """Let something happen to a program that runs, and yield the orders that follow."""
     running = [number for number, place in enumerate(job.places) if place.runs]
@@ -162,6 +180,9 @@ def happenings(job: Generations, draw: random.Random, now: float) -> Iterator[li
         else:
             job.set_ready(number, draw.choice([READY, LATE]), now)
             yield []
+    if draw.random() < 0.1:
+        job.withdraw(draw.randrange(len(job.places)))
+        job.add_place()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -174,7 +195,7 @@ def test_whatever_happens_ranks_are_numbered_without_gaps_and_the_state_stays_on
         job.start_due(now)
         for orders in happenings(job, draw, now):
             assert all(isinstance(message, RanksChange) for _, message in orders)
-        held -= {number for number in held if not job.places[number].runs}
+        held -= {number for number in held if not job.places[number].runs or job.places[number].is_withdrawn}
         orders = job.next_orders(now)
         assigned = {place: message.rank for place, message in orders if isinstance(message, Assignment)}
         if assigned:

@@ -172,7 +172,7 @@ def test_torchrun_has_an_agent_on_each_host_and_ranks_follow_the_hosts() -> None
     assert (here.host, there.host) == (None, "b")
     assert here.argv == ("/v/bin/torchrun", *flags.format(0, 2).split())
     assert there.argv == ("/v/bin/torchrun", *flags.format(1, 1).split())
-    over = ssh.wrap_in_ssh(there, MET)
+    over = ssh.wrap_remote(there, MET)
     assert (over.host, over.argv[0], over.argv[-2], "BatchMode=yes" in over.argv) == (None, "ssh", "b", True)
     assert over.argv[-1].startswith(
         "cd '/home/me/my work' && exec env DUALDIST_BACKEND=native /v/bin/python -m dualdist.launch.ssh "

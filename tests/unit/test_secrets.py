@@ -11,7 +11,7 @@ from dualdist.cli.run import shell_line
 from dualdist.launch import env_defaults
 from dualdist.launch.job import Command, Site
 from dualdist.launch.schedulers import ScriptRequest, job_script
-from dualdist.launch.ssh import remote_python_argv, wrap_in_ssh
+from dualdist.launch.ssh import remote_python_argv, wrap_remote
 from dualdist.utils.control_channel import CONTROL_VARIABLE
 from dualdist.utils.redaction import HIDDEN, is_secret, make_redactor, redact_command, redact_json, redact_variables
 
@@ -103,14 +103,14 @@ def test_a_job_script_recognises_secrets_by_the_same_names() -> None:
 def test_secrets_are_on_no_command_line_of_another_host_but_in_its_input() -> None:
     """All users of both hosts see command lines."""
     site = Site("/v/python", {}, "/v", folder="/here")
-    built = wrap_in_ssh(
+    built = wrap_remote(
         Command(("python", "x.py"), {"HF_TOKEN": "hush", CONTROL_VARIABLE: "hush:1:a", "A": "b"}, host="n1"), site
     )
     assert json.loads(built.stdin) == {"HF_TOKEN": "hush", CONTROL_VARIABLE: "hush:1:a"}
     assert "hush" not in " ".join(built.argv)
     assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launch.ssh --env-from-stdin python x.py")
     assert "-n" not in built.argv, "ssh would not read it"
-    plain = wrap_in_ssh(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
+    plain = wrap_remote(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
     assert (plain.stdin, plain.argv[1]) == ("", "-n")
     assert "hush" not in " ".join(remote_python_argv("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
     built = Command(("cat",), stdin='{"HF_TOKEN": "it\'s"}')
@@ -130,7 +130,7 @@ def test_a_dry_run_of_a_job_script_shows_no_secret(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("secret", ["hush", "hush it's", 'say "hush"', "a\nhush", "$(hush) 'a' \"b\""])
 def test_a_secret_in_a_remote_shell_line_is_redacted_whole(secret: str) -> None:
     built = Command(("python", "x.py"), {"HF_TOKEN": secret, "A": "b c"}, host="n1")
-    shown = redact_command(wrap_in_ssh(built, Site("/v/python", {}, "/v")).argv)
+    shown = redact_command(wrap_remote(built, Site("/v/python", {}, "/v")).argv)
     assert "hush" not in " ".join(shown)
     assert "A=b c" in " ".join(shown)
 

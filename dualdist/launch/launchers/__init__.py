@@ -53,7 +53,7 @@ def find_conflicts(
     ranks: int | None = None,
     has_hosts: bool = False,
     min_ranks: int | None = None,
-    elastic_timeout: float | None = None,
+    elastic: Collection[str] = (),
     horovod_has_mpi: bool | None = None,
     launchers: Collection[str] = LAUNCHERS.keys(),
 ) -> Iterator[tuple[str, str]]:
@@ -63,6 +63,7 @@ def find_conflicts(
 
     Args:
         horovod_has_mpi: the installed Horovod was built with MPI; None if unknown.
+        elastic: the given options that only an elastic job of spawn takes.
         launchers: the launchers to choose from.
     """
     chosen = ALL.get(launcher or "")
@@ -80,7 +81,7 @@ def find_conflicts(
             yield "launcher", f"{launcher} starts MPI, but {built}, or {REBUILD}"
         if chosen.commands is None and launcher not in launchers:
             yield "launcher", f"only job scripts use {launcher}: add --scheduler, or choose {' or '.join(launchers)}"
-        yield from _elastic_conflicts(chosen, backend if uses_horovod else None, min_ranks, elastic_timeout)
+        yield from _elastic_conflicts(chosen, backend if uses_horovod else None, min_ranks, elastic)
         if chosen.is_single_rank and (has_hosts or ranks not in (None, 1)):
             yield "launcher", f"plain {launcher} starts one rank on this host: choose torchrun, mpirun or spawn"
     yield from _transport_conflicts(backend, transport)
@@ -89,11 +90,12 @@ def find_conflicts(
 
 
 def _elastic_conflicts(
-    launcher: Launcher, horovod: str | None, min_ranks: int | None, elastic_timeout: float | None
+    launcher: Launcher, horovod: str | None, min_ranks: int | None, elastic: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield as find_conflicts() does; `horovod` is the name of the backend if it is Horovod's."""
-    if elastic_timeout is not None and (min_ranks is None or launcher.elastic != "dualdist run"):
-        yield "elastic_timeout", f"only {SPAWN.name} with min_ranks waits for ranks: leave it out, or choose both"
+    if min_ranks is None or launcher.elastic != "dualdist run":
+        for name in elastic:
+            yield name, f"{name} needs min_ranks and the launcher {SPAWN.name}: leave it out, or choose both"
     if min_ranks is None:
         return
     if launcher.elastic == "no":

@@ -13,28 +13,34 @@ def spawn_commands(job: Job, site: Site) -> tuple[Command, ...]:
     In an elastic job it is one per place, and the program asks `dualdist run` for its rank.
     """
     hosts = job.ranks_by_host() or [(Host("", job.ranks, is_local=True), job.ranks)]
+    if job.min_ranks is not None:
+        places = [host for host, count in hosts for _ in range(count)]
+        return tuple(place_command(job, site, place, host) for place, host in enumerate(places))
     rendezvous = site.require_rendezvous()
     commands: list[Command] = []
     for node_rank, (host, local_size) in enumerate(hosts):
         for local_rank in range(local_size):
             number = len(commands)
-            if job.min_ranks is None:
-                own = topology_variables(number, job.ranks, local_rank, local_size, node_rank, len(hosts))
-                own |= zip(OVERRIDE_ADDRESS, (rendezvous.address, str(rendezvous.port)), strict=True)
-            else:
-                own = place_variables(number, job.ranks, num_nodes=len(hosts))
+            own = topology_variables(number, job.ranks, local_rank, local_size, node_rank, len(hosts))
+            own |= zip(OVERRIDE_ADDRESS, (rendezvous.address, str(rendezvous.port)), strict=True)
             command = (site.python, *job.program)
             commands.append(Command(command, {**job.variables(), **own}, None if host.is_local else host.name))
     return tuple(commands)
 
 
-def place_variables(place: int, places: int, num_nodes: int) -> dict[str, str]:
+def place_command(job: Job, site: Site, place: int, host: Host) -> Command:
+    """Return the command that starts the program of one place of an elastic job."""
+    own = place_variables(place, max(job.ranks, place + 1), is_one_node=not job.hosts)
+    return Command((site.python, *job.program), {**job.variables(), **own}, None if host.is_local else host.name)
+
+
+def place_variables(place: int, places: int, *, is_one_node: bool) -> dict[str, str]:
     """Return the variables of an elastic job's program: its place, and a rank that holds until it asks for its own.
 
-    Its node and local rank are left to the ranks' meeting, unless there is one node.
+    Its node and local rank are left to the ranks' meeting, unless all are on this host.
     """
     names = OVERRIDE_VARIABLES
-    one_node = {names.num_nodes: "1"} if num_nodes == 1 and names.num_nodes else {}
+    one_node = {names.num_nodes: "1"} if is_one_node and names.num_nodes else {}
     return {
         PLACE: str(place),
         OVERRIDE_LAUNCHER: SPAWN.name,

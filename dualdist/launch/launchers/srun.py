@@ -1,5 +1,7 @@
 """srun, Slurm's launcher: each rank is a task of a step."""
 
+from collections.abc import Sequence
+
 from dualdist.backends import registry
 from dualdist.launch.job import Command, Job, LauncherProgram, Site
 from dualdist.launch.launchers.base import Launcher
@@ -22,6 +24,12 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     # Tasks inherit all variables of srun: it gets no secrets but those that the job names.
     unset = tuple(name for name in site.secret_names if name not in job.env)
     return (Command((site.path_of(PROGRAM), *flags, site.python, *job.program), job.variables(), unset=unset),)
+
+
+def step_argv(host: str, site: Site, argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the argv that runs a command on one node of this allocation, in a step that shares all of the node."""
+    flags = ("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", f"--cpus-per-task={site.node_cores[host]}")
+    return (site.path_of(PROGRAM), *flags, "--cpu-bind=none", "--mpi=none", *argv)
 
 
 SRUN = Launcher("srun", srun_commands, (PROGRAM,), mpi="optional", uses_allocation=True, uses_task_cpus=True)
