@@ -75,7 +75,7 @@ GLOO = ((TRANSPORT, "gloo"),)
 MPI = ((TRANSPORT, "mpi"),)
 PURE = (("DUALDIST_NO_EXTENSION", "1"),)
 REFERENCE = Cell("spawn", "", "spawn", "native", "shm")
-# Each combination of backend, transport and number of ranks once; the second part runs in the full tier only.
+# Each backend and transport once, with all laws.
 LAW_CELLS = [
     Cell("python", "", "none", "single", "none", ranks=1),
     REFERENCE,
@@ -85,14 +85,12 @@ LAW_CELLS = [
     Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo"),
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi"),
 ]
-FULL_LAW_CELLS = [
+# More ranks, other transports and another MPI, in the full tier only: the laws that depend on what moves the tensors.
+TRANSPORT_CELLS = [
     Cell("torchrun", "sockets", "torchrun", "sockets", "tcp"),
     Cell("python", "native", "none", "native", "gloo", ranks=1),
     Cell("python", "mpi", "none", "mpi", "mpi", ranks=1),
     Cell("mpirun", "", "mpirun", "horovod", "mpi", variables=PURE),
-]
-# More ranks, and another MPI, of transports that are above, in the full tier only: the laws that depend on transports.
-TRANSPORT_CELLS = [
     Cell("torchrun", "native", "torchrun", "native", "gloo", ranks=4, variables=GLOO),
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", ranks=4),
     Cell("mpiexec-mpich", "mpi", "mpirun", "mpi", "mpi"),
@@ -106,7 +104,6 @@ LAUNCHER_CELLS = [
     Cell("horovodrun-mpi", "mpi", "horovodrun", "mpi", "mpi"),
     Cell("torchrun", "", "torchrun", "native", "shm"),
     Cell("spawn", "horovod", "spawn", "horovod", "gloo"),
-    Cell("torchrun", "horovod", "torchrun", "horovod", "gloo"),
     Cell("horovodrun-gloo", "native", "horovodrun", "native", "shm"),
     Cell("horovodrun-mpi", "", "horovodrun", "horovod", "mpi"),
     Cell("horovodrun-mpi", "horovod", "horovodrun", "horovod", "gloo", variables=GLOO),
@@ -121,11 +118,11 @@ ACCELERATOR_CELLS = [
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", variables=((rank.ACCELERATOR, ""),)),
     Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo", variables=((rank.ACCELERATOR, ""),)),
 ]
-CELLS = [*LAW_CELLS, *FULL_LAW_CELLS, *TRANSPORT_CELLS, *LAUNCHER_CELLS, *ACCELERATOR_CELLS]
-FULL = {*FULL_LAW_CELLS, *TRANSPORT_CELLS, *LAUNCHER_CELLS, *ACCELERATOR_CELLS}
+CELLS = [*LAW_CELLS, *TRANSPORT_CELLS, *LAUNCHER_CELLS, *ACCELERATOR_CELLS]
+FULL = {*TRANSPORT_CELLS, *LAUNCHER_CELLS, *ACCELERATOR_CELLS}
 # Each backend and transport once, where the full tier has ranks in any case, and what runs without the extension.
 RANDOM_CELLS = [
-    *(cell for cell in (*FULL_LAW_CELLS, *TRANSPORT_CELLS) if cell.ranks > 1 and cell.started_by != "mpiexec-mpich"),
+    *(cell for cell in TRANSPORT_CELLS if cell.ranks > 1 and cell.started_by != "mpiexec-mpich"),
     *(cell for cell in LAUNCHER_CELLS if (cell.started_by, cell.asked) == ("torchrun", "")),
     *(cell for cell in LAW_CELLS if cell.variables == PURE),
 ]
@@ -211,7 +208,7 @@ def test_ordered_training_has_the_bits_of_one_process_that_adds_in_rank_order(ra
 @pytest.mark.parametrize(
     ("ranks", "law"),
     [
-        *in_cells([*LAW_CELLS, *FULL_LAW_CELLS], [*LAWS, *ALONE]),
+        *in_cells(LAW_CELLS, [*LAWS, *ALONE]),
         *in_cells(TRANSPORT_CELLS, TRANSPORT_LAWS),
         *in_cells(LAUNCHER_CELLS, RENDEZVOUS_LAWS),
         *in_cells(ACCELERATOR_CELLS[:1], laws_on_accelerators(has_library=False)),
