@@ -297,7 +297,8 @@ def test_imagenet_goes_on_where_it_was(launch: Launch) -> None:
     assert together == f"evaluated: {accuracy}\n"
     theirs = {"state_dict": {f"module.{k}": v for k, v in torch.load(newest, weights_only=True)["model"].items()}}
     torch.save(theirs, launch.directory / "theirs.pth")
-    assert launch([*alone, "--evaluate", "--pretrained=theirs.pth"]).stdout == together
+    same_batches = [word for word in short if not word.startswith("--checkpoints")]  # others round differently
+    assert launch([*IMAGENET, *same_batches, "--evaluate", "--pretrained=theirs.pth"]).stdout == together
     torch.save({"fc": torch.zeros(1)}, launch.directory / "other.pth")
     for words, error in (
         (["--pretrained=other.pth"], "imagenet.py: error: --pretrained other.pth: Error(s) in loading state_dict"),

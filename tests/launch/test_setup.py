@@ -28,7 +28,7 @@ def record() -> BuildRecord:
 
 @pytest.fixture
 def kept_wheel(record: BuildRecord) -> Path:
-    found = cache.find_wheel(cache_folder(os.environ) / "wheels" / str(record.key), str(record.key))
+    found = cache.find_wheel(cache_folder(os.environ) / "wheels" / str(record.key))
     if found is None:
         pytest.skip("the wheel is no longer in the cache: dualdist install-horovod --force")
     return found
