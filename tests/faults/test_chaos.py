@@ -28,7 +28,7 @@ GRACE_S = 5.0
 END_S = 5.0
 """Of an interpreter, on a busy machine."""
 START_S = 60.0
-SHORT = 2
+SHORT = 1
 BRIEF = ("delay", "short cut")  # faults after which all goes on
 RANKS_A_HOST = 2
 

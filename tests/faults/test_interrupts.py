@@ -26,7 +26,7 @@ from harness.jobs import REPORT_DIR, Launch
 from harness.jobs import Outcome as Ended
 
 PROGRAM = interrupted_rank.__file__
-SHORT, FULL, LONG = 8, 15, 300
+SHORT, FULL, LONG = 8, 10, 300
 START_S = 60.0
 # On the average, of a placement: two sessions, and a timeout in each second one.
 PLACEMENT_S = 10.0

@@ -34,7 +34,6 @@ SHORT = {
     "horovodrun-horovod-gloo": [(signal.SIGTERM, 1)],
     "mpirun-horovod-mpi": [(signal.SIGSTOP, 0)],
     "mpirun-mpi-mpi": [(signal.SIGKILL, 1)],
-    "mpich-native-shm": [(signal.SIGKILL, 0)],
 }
 
 

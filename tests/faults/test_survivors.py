@@ -16,7 +16,7 @@ from launch.running import RUN
 
 PROGRAM = elastic_rank.__file__
 STEPS = elastic_rank.EPOCHS * elastic_rank.SAMPLES // elastic_rank.GLOBAL_BATCH
-RUNS, LONG_RUNS, KILLS = 2, 70, 3
+RUNS, LONG_RUNS, KILLS = 1, 34, 3
 
 
 def drawn_kills(draw: random.Random, ranks: int) -> list[str]:

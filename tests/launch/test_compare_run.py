@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
+from harness.effort import Effort
 from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
 from launch.running import TORCHRUN, check_refused, commands, interrupted, need_slow_link
@@ -165,8 +166,9 @@ def test_the_page_needs_no_other_file(compared: Compared) -> None:
     assert json.loads((folder / "comparison.json").read_text())["results"] == compared.result
 
 
-def test_beyond_two_ranks_bits_are_compared_in_launches_with_ordered_sums(launch: Launch) -> None:
+def test_beyond_two_ranks_bits_are_compared_in_launches_with_ordered_sums(launch: Launch, effort: Effort) -> None:
     """The default model, whose bits differ between shared memory and Gloo otherwise."""
+    effort.require_long(unless=False)
     words = ("-np", "3", "--backends", "native", "--transports", "gloo,shm", "--device", "cpu")
     short = ("--baselines", "", "--rounds", "1", "--warmup", "1", "--steps", "2", "--json", "kept.json")
     outcome = launch([*COMPARE, *words, *short], timeout_s=400)
