@@ -213,6 +213,8 @@ def _check_elastic(request: RunRequest) -> None:
     """Raise UsageError if options of an elastic job contradict each other."""
     if request.max_ranks is not None and request.ranks is not None:
         raise UsageError("-np and --max-ranks both say how many ranks run at most: give one of them")
+    if request.max_ranks is not None and request.max_ranks < (request.min_ranks or 1):
+        raise UsageError(f"--max-ranks {request.max_ranks}: expected --min-ranks ({request.min_ranks}) or more")
     if request.host_discovery_script is not None and (request.hosts or request.ranks is not None):
         raise UsageError("--host-discovery-script says where to run, and on how many slots: leave out -np and hosts")
 

@@ -56,6 +56,7 @@ class ElasticSupervisor(Supervisor):
         self._offered: tuple[Host, ...] = ()  # the hosts that the places follow
 
     def _start_all(self) -> None:
+        self._follow_hosts()
         self._start_due()
 
     def _start_due(self) -> None:
@@ -94,8 +95,11 @@ class ElasticSupervisor(Supervisor):
         self._offered = self.discovery.hosts
         slots = {host.name: host.slots for host in self._offered}
         used: Counter[str] = Counter()
-        for place, name in enumerate(self.host_names):
-            if self._generations.places[place].is_withdrawn:
+        # Programs that train keep their slots, before those that only run and places whose program was lost.
+        places = self._generations.places
+        for place in sorted(range(len(places)), key=lambda n: (not places[n].is_member, not places[n].runs)):
+            name = self.host_names[place]
+            if places[place].is_withdrawn:
                 continue
             if used[name] < slots.get(name, 0):
                 used[name] += 1

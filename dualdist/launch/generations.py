@@ -135,7 +135,7 @@ class Generations:
     def next_orders(self, now: float) -> list[Order]:
         """Return what to tell programs now; begin the next generation if its programs are ready."""
         waiting = [each for each in self.places if each.ready is not None]
-        ready = [each for each in waiting if not each.is_withdrawn]
+        ready = self._staying(waiting)
         if not any(map(self._is_awaited, self.places)):
             self.is_over = True
             self.has_succeeded = all(self.places[n].code == 0 for n in self._last)
@@ -143,7 +143,7 @@ class Generations:
         if self._over is not None:
             return [*self._tell_over(self._over)]
         if self._late_places() or not waiting:
-            return [*self._announce_change()]
+            return [*self._dismiss_waiting(), *self._announce_change()]
         if ready and self._had_state and not any(each.has_state for each in ready):
             self.is_over = True
             self.problem = "no program is left that had the training's state: those that are had just joined"
@@ -160,10 +160,24 @@ class Generations:
         self._over = JobOver(REQUEUE, reason)
         return [*self._tell_over(self._over)]
 
-    def _tell_over(self, message: JobOver, *, withdrawn_only: bool = False) -> Iterator[Order]:
-        """Tell each program that is ready, once."""
+    def _staying(self, ready: list[Place]) -> list[Place]:
+        """Return those that are not withdrawn; all, while only withdrawn ones have the state, which others need."""
+        staying = [each for each in ready if not each.is_withdrawn]
+        has_state = any(each.has_state for each in staying) or not any(each.has_state for each in ready)
+        return staying if has_state or not staying else ready
+
+    def _dismiss_waiting(self) -> Iterator[Order]:
+        """Tell withdrawn programs that only wait to join the current generation to leave."""
         for n, each in enumerate(self.places):
-            if each.ready is not None and (each.is_withdrawn or not withdrawn_only):
+            if self.number > 0 and each.is_withdrawn and each.ready is not None and each.rank is None:
+                each.ready = None
+                yield n, LEAVE
+
+    def _tell_over(self, message: JobOver, but: list[Place] | None = None) -> Iterator[Order]:
+        """Tell each program that is ready once, but those at some places."""
+        kept = [id(each) for each in but or ()]
+        for n, each in enumerate(self.places):
+            if each.ready is not None and id(each) not in kept:
                 each.ready = None
                 yield n, message
 
@@ -204,7 +218,7 @@ class Generations:
         self.number += 1
         self._were_told = self._is_broken = False
         self._ready_at = self._short_at = math.inf
-        yield from self._tell_over(LEAVE, withdrawn_only=True)
+        yield from self._tell_over(LEAVE, but=self._staying([each for each in self.places if each.ready is not None]))
         ready = [n for n, each in enumerate(self.places) if each.ready is not None]
         self._last = sorted(ready, key=lambda n: (not self.places[n].has_state, self._rank_of(n), n))
         for rank, n in enumerate(self._last):

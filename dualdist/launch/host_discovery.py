@@ -87,7 +87,7 @@ class HostDiscovery:
             return False
         try:
             self._check(host)
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:
             self._retry_at[host.name] = time.monotonic() + RETRY_S
             self._complain(f"{error}; it is left out, and tried again every {RETRY_S:g} s")
             return False

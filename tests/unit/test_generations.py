@@ -171,6 +171,32 @@ def test_programs_of_a_withdrawn_place_leave_when_the_others_have_committed() ->
     assert ranks(job.next_orders(5.0)) == {1: 0, 2: 1}
 
 
+def test_withdrawn_programs_hand_the_state_over_before_they_leave() -> None:
+    """One host in place of another: the new programs have no state."""
+    job = begun(places=1, min_ranks=1)
+    job.withdraw(0)
+    job.add_place()
+    assert job.start_due(1.0) == [1]
+    job.next_orders(1.0)
+    job.set_ready(0, HAS_STATE, 2.0)
+    assert job.next_orders(2.0) == [], "nobody has the state who stays"
+    job.set_ready(1, READY, 3.0)
+    assert ranks(job.next_orders(3.0)) == {0: 0, 1: 1}
+    assert [place for place, _ in job.next_orders(3.0)] == [0, 1], "to leave after the next commit"
+    for place in (0, 1):
+        job.set_ready(place, HAS_STATE, 4.0)
+    assert job.next_orders(4.0) == [(0, LEAVE), (1, Assignment(3, 0, 1))]
+
+
+def test_a_withdrawn_program_that_only_waits_to_join_leaves_at_once() -> None:
+    job = begun(places=1, min_ranks=1)
+    job.add_place()
+    job.start_due(1.0)
+    job.withdraw(1)
+    job.set_ready(1, READY, 2.0)
+    assert job.next_orders(2.0) == [(1, LEAVE)]
+
+
 def happenings(job: Generations, draw: random.Random, now: float) -> Iterator[list[Order]]:
     """Let something happen to a program that runs, and yield the orders that follow."""
     running = [number for number, place in enumerate(job.places) if place.runs]

@@ -29,7 +29,7 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
 def step_argv(host: str, site: Site, argv: Sequence[str]) -> tuple[str, ...]:
     """Return the argv that runs a command on one node of this allocation, in a step that shares all of the node."""
     flags = ("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", f"--cpus-per-task={site.node_cores[host]}")
-    return (site.path_of(PROGRAM), *flags, "--cpu-bind=none", "--mpi=none", *argv)
+    return (site.path_of(PROGRAM), *flags, "--cpu-bind=none", "--mpi=none", "--export=ALL", *argv)
 
 
 SRUN = Launcher("srun", srun_commands, (PROGRAM,), mpi="optional", uses_allocation=True, uses_task_cpus=True)
