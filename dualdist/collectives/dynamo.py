@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from dualdist.utils.suggest import explain_call
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Loaded where something is compiled, and by torch's optimizers; loading it takes a second.
-COMPILER = "torch._dynamo"
+# Loaded with torch._dynamo: where something is compiled, and by torch's optimizers; loading it takes a second.
+COMPILER = "torch._dynamo.eval_frame"
 WHY = (
     "between ranks, torch.compile(fullgraph=True) follows dd.allreduce and hvd.allreduce only, on the native backend, "
     "of a dense tensor, by sum, mean, min, max or product (where gradients are wanted, by sum or mean), without "

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import pkgutil
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,21 @@ def test_each_private_name_is_used_in_its_file_alone() -> None:
             if not any(f"{name}.".startswith(f"{each}.") or f"{each}.".startswith(f"{name}.") for each in own):
                 strangers.append(f"{file}: {name}")
     assert strangers == [], "private to torch: take a public way, or use it in one file and add it here"
+
+
+EAGER = """
+import sys, torch
+import dualdist as dd
+dd.init()
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = dd.wrap_optimizer(torch.optim.AdamW([weight]))
+weight.sum().backward()
+optimizer.step()
+dd.allreduce(torch.ones(1))
+assert "torch._dynamo.eval_frame" not in sys.modules
+"""
+
+
+def test_nothing_of_ours_loads_the_compiler_where_nothing_is_compiled(base_env: Mapping[str, str]) -> None:
+    """torch's optimizers would; harness/startup spares programs of tests these 2 CPU seconds a rank."""
+    subprocess.run([sys.executable, "-c", EAGER], env=dict(base_env), check=True, timeout=120)
