@@ -1,5 +1,6 @@
 """The hosts of this Slurm or PBS allocation, and the cores of each."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def node_cores(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def _slurm_names(environ: Mapping[str, str]) -> list[str]:
+    if re.fullmatch(r"[^\[,]+", environ.get(NODES, "")):  # one node, perhaps in a container without Slurm
+        return [environ[NODES]]
     code, output = run_tool(["scontrol", "show", "hostnames", environ.get(NODES, "")], environ)
     if code != 0 or not output.split():
         raise LaunchError(f"`scontrol show hostnames {environ.get(NODES, '')}` names no nodes: {output.strip()}")

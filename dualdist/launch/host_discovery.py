@@ -1,4 +1,4 @@
-"""The hosts of an elastic job that come and go: a script prints those of now, as horovodrun's --host-discovery-script.
+"""The hosts of an elastic job that come and go: a script prints the current ones, as horovodrun's --host-discovery-script.
 
 Each line of its output is a line of a host file: `a:2`, or `a slots=2`. It is run again a second after it has ended.
 A host that cannot take part is left out, with one line that says why, and tried again after RETRY_S.
@@ -77,6 +77,7 @@ class HostDiscovery:
         except (OSError, UnicodeDecodeError, UsageError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"--host-discovery-script {self._script}: {error}") from error
         self._taking_part &= {host.name for host in named}
+        self.hosts = tuple(host for host in named if host.name in self._taking_part)  # a check may take long
         return tuple(host for host in named if self._can_take_part(host))
 
     def _can_take_part(self, host: Host) -> bool:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from dualdist.environments import slurm
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
 from dualdist.launch.job import Host, RendezvousAddress, Site
@@ -131,7 +132,9 @@ def probe_host(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
     """Return the facts of this host, and which of the addresses it cannot reach."""
     with socket.create_server(("", 0)) as free:
         free_port = free.getsockname()[1]
-    client, _, server, *_ = (os.environ.get("SSH_CONNECTION") or "  ").split(" ")
+    # In a step of srun it is that of the shell in which srun was typed.
+    connection = "" if slurm.is_step(os.environ) else os.environ.get("SSH_CONNECTION", "")
+    client, _, server, *_ = (connection or "  ").split(" ")
     name, own = socket.gethostname().split(".")[0], list_interfaces()
     with ThreadPoolExecutor() as pool:
         reasons = pool.map(lambda address: _connect_error(address, port, own), addresses)
@@ -207,7 +210,7 @@ def evaluate_hosts(
     facts.update(zip(others, probe(others, (str(first.port), *tried)), strict=True))
     facts.update({host.name: here for host in hosts if host.is_local})
     _check_facts(facts, interface, hosts[0].name, address)
-    clients = [probed.client for probed in facts.values() if probed.client]
+    clients = [probed.client for probed in facts.values() if probed.client and probed is not here]
     if not address:  # the first host is this one: take its address as ssh's servers see it
         address = next(iter(clients), "127.0.0.1")
     local_addresses = tuple(dict.fromkeys([*clients, *here.networks().values()]))

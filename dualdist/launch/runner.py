@@ -128,7 +128,7 @@ def _complete(
         site = replace(site, task_cpus=env_defaults.cpus_per_task(environ, job.ranks))
     if _is_single_host(job, launcher):
         check_interface(here.hostname, here, job.interface)
-    if job.uses_allocation:
+    if job.uses_allocation and job.hosts:
         site = replace(site, node_cores=node_cores(environ))
     if job.hosts:
         forwarded = env_defaults.rank_variables(environ, job.env, threads=None, interface=None, has_hosts=True)

@@ -28,7 +28,7 @@ from typing import IO, Any
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
 from dualdist.launch.job import Command, Site
-from dualdist.launch.launchers.srun import step_argv
+from dualdist.launch.launchers.srun import TASK_VARIABLES, step_argv
 from dualdist.launch.processes import signals_deferred
 from dualdist.utils import control_channel
 from dualdist.utils.control_channel import CONTROL_VARIABLE
@@ -72,8 +72,9 @@ def wrap_remote(command: Command, site: Site, *, control_port: int | None = None
     if command.host is None:
         return command
     if command.host in site.node_cores:
-        unset = tuple(name for name in site.secret_names if name not in command.env)
-        return replace(command, argv=step_argv(command.host, site, command.argv), host=None, unset=unset)
+        secrets = (name for name in site.secret_names if name not in command.env)
+        argv, unset = step_argv(command.host, site, command.argv), (*TASK_VARIABLES, *secrets)
+        return replace(command, argv=argv, host=None, unset=unset)
     private = {name: value for name, value in command.env.items() if name == CONTROL_VARIABLE or is_secret(name)}
     public = {name: value for name, value in command.env.items() if name not in private}
     guarded = [site.python, *GUARD, *([ENV_FROM_STDIN] if private else []), *command.argv]

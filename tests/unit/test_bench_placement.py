@@ -43,7 +43,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str
         ({"PBS_JOBID": "7.site"}, None, None, "p1.site:2,p2.site:2@4"),
         ({**TASKS, "SLURM_TASKS_PER_NODE": "2(x2"}, None, None, "SLURM_TASKS_PER_NODE='2(x2': expected counts"),
         (TASKS, None, 3, "3 ranks on the 2 nodes of this allocation (n1,n2): expected a multiple of 2, or -H"),
-        ({**SLURM, "SLURM_JOB_NODELIST": "x"}, None, None, "`scontrol show hostnames x` names no nodes"),
+        ({**SLURM, "SLURM_JOB_NODELIST": "x[]"}, None, None, "`scontrol show hostnames x[]` names no nodes"),
         ({}, "a:2,b:2", 5, "5 ranks on hosts with 4 slots"),
     ],
 )

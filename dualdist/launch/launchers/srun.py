@@ -26,10 +26,14 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     return (Command((site.path_of(PROGRAM), *flags, site.python, *job.program), job.variables(), unset=unset),)
 
 
+# Options of the allocation's tasks, which srun would take for a step, too: a step shares all GPUs of its node.
+TASK_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+
+
 def step_argv(host: str, site: Site, argv: Sequence[str]) -> tuple[str, ...]:
     """Return the argv that runs a command on one node of this allocation, in a step that shares all of the node."""
     flags = ("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", f"--cpus-per-task={site.node_cores[host]}")
-    return (site.path_of(PROGRAM), *flags, "--cpu-bind=none", "--mpi=none", "--export=ALL", *argv)
+    return (site.path_of(PROGRAM), *flags, "--cpu-bind=none", "--mpi=none", "--export=ALL", "--input=none", *argv)
 
 
 SRUN = Launcher("srun", srun_commands, (PROGRAM,), mpi="optional", uses_allocation=True, uses_task_cpus=True)
