@@ -1,4 +1,4 @@
-"""The hosts of an elastic job that come and go: a script prints the current ones, as horovodrun's --host-discovery-script.
+"""The hosts of an elastic job that come and go: a script prints the current ones, as for horovodrun.
 
 Each line of its output is a line of a host file: `a:2`, or `a slots=2`. It is run again a second after it has ended.
 A host that cannot take part is left out, with one line that says why, and tried again after RETRY_S.
