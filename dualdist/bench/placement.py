@@ -23,6 +23,7 @@ from dualdist.launch.execute import run_command
 from dualdist.launch.hosts import is_local_host, parse_hosts, read_hostfile
 from dualdist.launch.job import Command, Host, Job, Site, slots_error
 from dualdist.launch.launchers.srun import PROGRAM as SRUN
+from dualdist.utils import accelerator
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.machine import usable_cores
 from dualdist.utils.package_probe import TORCH_S
@@ -166,11 +167,7 @@ def _read_facts(name: str, reply: dict[str, Any]) -> HostProbe:
 
 
 def main(file: str, *, has_gpus: bool) -> None:
-    gpus = 0
-    if has_gpus:
-        import torch
-
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = accelerator.count() if has_gpus else 0
     facts = HostProbe(os.environ.get(NODE_NAME, ""), usable_cores(), gpus, os.path.exists(file))
     print(json.dumps(asdict(facts)))
 
