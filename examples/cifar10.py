@@ -3,6 +3,7 @@
     dualdist run -np 2 examples/cifar10.py --data data --download
 
 Without --data the images are scikit-learn's digits, which need no download. --batch-size is per rank, --lr is for all.
+Not run on GPUs yet: dualdist's tests have CPUs only.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 DIR/train and DIR/val have a folder for each class. Without --data the images are scikit-learn's digits, which need no
 download; `--image-size 64 --batch-size 16 --epochs 2 --warmup 1` makes that quick on CPUs.
+Not run on GPUs yet: dualdist's tests have CPUs only.
 """
 
 from __future__ import annotations
