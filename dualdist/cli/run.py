@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import os
 import shlex
 import signal
@@ -169,14 +170,13 @@ def run(args: argparse.Namespace) -> int:
         horovod_has_mpi=getattr(read_record(), "mpi", None),
     ):
         raise UsageError(places.get(setting, "") + message)
-    discovery, uses_allocation = None, False
-    if request.min_ranks is not None and launcher == SPAWN.name:
-        discovery, uses_allocation = _discover(request), not request.hosts
-        hosts, ranks = _elastic_places(request, discovery) or (hosts, ranks)
-        if ranks < request.min_ranks and discovery is not None:
-            few = f"found {ranks} slots in time, of at least {request.min_ranks} (--min-ranks): start the job again"
-            print(f"dualdist run: {request.host_discovery_script} {few}", file=sys.stderr)
-            return REQUEUE
+    discovery, is_elastic = None, request.min_ranks is not None and launcher == SPAWN.name
+    if is_elastic:
+        hosts, ranks, discovery = _place_elastic(request, hosts, ranks, is_dry=args.dry_run)
+    if discovery is not None and ranks < (request.min_ranks or 1):
+        few = f"found {ranks} slots in time, of at least {request.min_ranks} (--min-ranks): start the job again"
+        print(f"dualdist run: {request.host_discovery_script} {few}", file=sys.stderr)
+        return REQUEUE
     job = Job(
         program,
         ranks,
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         nodes=None,
         interface=request.network_interface,
         min_ranks=request.min_ranks,
-        uses_allocation=uses_allocation,
+        uses_allocation=is_elastic and not request.hosts,
     )
     stdout = 2 if args.json == "-" else None
     with termination_raises():
@@ -219,32 +219,28 @@ def _check_elastic(request: RunRequest) -> None:
         raise UsageError("--host-discovery-script says where to run, and on how many slots: leave out -np and hosts")
 
 
-def _discover(request: RunRequest) -> HostDiscovery | None:
-    """Return the hosts that the script of the request finds once they have enough slots, or have had the time for it.
+def _place_elastic(
+    request: RunRequest, hosts: tuple[Host, ...], ranks: int, *, is_dry: bool
+) -> tuple[tuple[Host, ...], int, HostDiscovery | None]:
+    """Return the hosts of an elastic job, its ranks, and what finds its hosts, None without a script.
 
-    None without a script.
+    Without hosts in the request they are those of this allocation.
     """
-    if request.host_discovery_script is None:
-        return None
-    site = replace(find_site(), node_cores=node_cores(os.environ))
-    env = rank_variables(os.environ, request.env, threads=None, interface=None, has_hosts=True)
-    discovery = HostDiscovery(
-        request.host_discovery_script, lambda host: check_hosts([host], request.network_interface, site, env)
-    )
-    discovery.wait_for(request.min_ranks or 1, request.elastic_timeout or ELASTIC_TIMEOUT_S)
-    return discovery
-
-
-def _elastic_places(request: RunRequest, discovery: HostDiscovery | None) -> tuple[tuple[Host, ...], int] | None:
-    """Return the hosts that a script has found, or those of this allocation, and the ranks there; None for neither."""
-    if discovery is not None:
+    discovery = None
+    if request.host_discovery_script is not None:
+        site = replace(find_site(), node_cores=node_cores(os.environ))
+        env = rank_variables(os.environ, request.env, threads=None, interface=None, has_hosts=True)
+        discovery = HostDiscovery(
+            request.host_discovery_script, lambda host: check_hosts([host], request.network_interface, site, env)
+        )
+        wait_s = min(request.elastic_timeout or ELASTIC_TIMEOUT_S, request.timeout or math.inf)
+        with termination_raises():
+            discovery.wait_for(request.min_ranks or 1, 0.0 if is_dry else wait_s)
         hosts, ranks = discovery.hosts, sum(host.slots for host in discovery.hosts)
-    else:
-        hosts, tasks = ((), None) if request.hosts else elastic_hosts(request.ranks, os.environ)
-        if tasks is None:
-            return None
-        ranks = tasks
-    return hosts, min(ranks, request.max_ranks or ranks)
+    elif not request.hosts:
+        hosts, tasks = elastic_hosts(request.ranks, os.environ)
+        ranks = tasks or ranks
+    return hosts, min(ranks, request.max_ranks or ranks), discovery
 
 
 def _resolve(request: RunRequest, *, has_hosts: bool, is_verbose: bool) -> tuple[str, int]:
@@ -262,7 +258,8 @@ def _resolve(request: RunRequest, *, has_hosts: bool, is_verbose: bool) -> tuple
     ranks, source = (allocated_tasks(os.environ) if is_open else None) or (request.default_ranks, "")
     is_usual = launcher == DEFAULT_LAUNCHER and not source
     if (request.launcher is None or source) and (is_verbose or not is_usual):
-        started = f"{ranks} rank(s)" + (f" ({source}={ranks})" if source else "")
+        is_known = request.min_ranks is None or request.ranks or request.hosts  # else hosts are found, or allocated
+        started = (f"{ranks} rank(s)" if is_known else "the ranks") + (f" ({source}={ranks})" if source else "")
         print(f"dualdist run: {launcher} starts {started}, as {reason}", file=sys.stderr)
     return launcher, ranks
 
