@@ -224,7 +224,7 @@ def test_the_law_holds(ranks: Ranks, law: str) -> None:
 @pytest.mark.parametrize("ranks", in_cells(RANDOM_CELLS), indirect=True)
 def test_random_trainings_match_one_process(ranks: Ranks, effort: Effort) -> None:
     """Always the same few; with --long many more. Every seventh has nothing that one rank does alone."""
-    for seed in range(effort(6, 1000)):
+    for seed in range(effort(4, 1000)):
         ranks.run(f"{rank.RANDOM}{seed}")
         effort.count("random trainings")
 

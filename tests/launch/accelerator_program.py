@@ -27,7 +27,7 @@ from dualdist.errors import CollectiveError, UnsupportedError
 WHAT, DEVICE, LIBRARY, FOLDER = sys.argv[1:]
 SIMULATED = "simulated"
 STEPS_BEFORE = 3  # after which all ranks know that every member has been dense
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
 
 
 class Recorder(TorchDispatchMode):

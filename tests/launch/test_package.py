@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
+from harness.effort import Effort
 from harness.installed import environment, lack
 from launch.running import blocks
 
@@ -80,7 +81,10 @@ def test_the_sdist_has_the_sources_and_the_wheel_is_pure(dist: Path) -> None:
 
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("form", ["wheel", "sdist"])
-def test_a_fresh_environment_installs_it_from_an_index_and_trains(index: str, form: str, tmp_path: Path) -> None:
+def test_a_fresh_environment_installs_it_from_an_index_and_trains(
+    index: str, form: str, tmp_path: Path, effort: Effort
+) -> None:
+    effort.require_long(unless=form == "wheel")
     python = environment(tmp_path / "fresh", without=[])
     only = ["--no-binary", "dualdist", "--no-build-isolation"] if form == "sdist" else ["--only-binary", "dualdist"]
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--index-url", index, *only]

@@ -108,6 +108,7 @@ def test_ranks_of_srun_are_seen(launch: Launch, slurm: Slurm) -> None:
     with start(launch, [*slurm.srun("-N2", "-n2"), sys.executable, program], slurm.env) as running:
         ranks = find_job(launch, running)["ranks"]
         assert [(rank["launcher"], rank["late"]) for rank in ranks] == [("srun", False), ("srun", True)]
+        assert slurm.cancel_all()  # by itself Slurm takes a while to see that srun is gone
 
 
 def test_ranks_of_another_host_are_seen(launch: Launch, two_hosts: Hosts) -> None:
